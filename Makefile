@@ -1,0 +1,34 @@
+# make demo: compare ten methods on real data.  make test: the whole suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/python -m experiments.compare --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+# Installed once, from pinned versions; again when they change.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "lowcomm needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@if command -v uv >/dev/null 2>&1; then \
+		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
+		uv pip install --quiet --python $(BIN)/python -e '.[experiments,dev]' -c constraints.txt; \
+	else \
+		$(PYTHON) -m venv $(VENV) && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[experiments,dev]' -c constraints.txt; \
+	fi
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV)

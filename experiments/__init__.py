@@ -1,0 +1,1 @@
+"""Experiments on lowcomm: data, models, tasks, comparisons and their figures."""

@@ -1,0 +1,128 @@
+"""What a run leaves in its folder, written so that stopping it loses nothing.
+
+``log.jsonl`` grows by one flushed line a record; ``results.json`` and figures appear
+whole or not at all, since they are written beside their place and then moved there.
+A folder holds one run: a second one is refused before it has cost anything.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import numpy as np
+
+LOG, RESULTS = "log.jsonl", "results.json"
+PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy", "lowcomm")
+
+
+class RunFolder(NamedTuple):
+    """An output folder that belongs to this run."""
+
+    path: Path
+    log: TextIO
+
+
+@contextmanager
+def open_run(folder: Path | str) -> Iterator[RunFolder]:
+    """Claim ``folder`` for one run, making it where it is missing.
+
+    Raises ``FileExistsError`` where it holds another run, whole or broken off.
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; choose a folder for the output")
+    path.mkdir(parents=True, exist_ok=True)
+    refusal = (
+        f"{path} already holds another run; choose another output folder, or delete "
+        "this one if its run is no longer wanted"
+    )
+    if (path / RESULTS).exists():
+        raise FileExistsError(refusal)
+    try:
+        # Creates the file or fails: of two runs at once only one gets the folder.
+        (path / LOG).touch(exist_ok=False)
+    except FileExistsError:
+        raise FileExistsError(refusal) from None
+    with open(path / LOG, "a", encoding="utf-8") as log:
+        yield RunFolder(path, log)
+
+
+def append(run: RunFolder, record: Mapping[str, Any]) -> None:
+    """Add one line to the log; it is on its way to the disk when this returns."""
+    run.log.write(json.dumps(plain(record), allow_nan=False) + "\n")
+    run.log.flush()
+
+
+def finish(run: RunFolder, results: Mapping[str, Any]) -> Path:
+    """Write ``results.json`` with the versions of everything that made it."""
+    path = run.path / RESULTS
+    whole = plain({**results, "versions": versions()})
+    with atomic(path) as beside:
+        beside.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    return path
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, moved to ``path`` on success and removed on failure.
+
+    Example:
+        >>> import tempfile
+        >>> place = Path(tempfile.mkdtemp()) / "answer.txt"
+        >>> with atomic(place) as beside:
+        ...     _ = beside.write_text("42")
+        ...     print(place.exists())
+        False
+        >>> place.read_text()
+        '42'
+    """
+    # In the same folder, since a move between file systems is a copy; with the same
+    # suffix, since writers such as matplotlib choose the format by it.
+    handle, name = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix
+    )
+    os.close(handle)
+    beside = Path(name)
+    try:
+        yield beside
+        beside.chmod(0o644)  # mkstemp keeps its files from other readers
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """The version of Python and of every package that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's own types; JSON has no NaN and no infinity: they are null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,87 @@
+"""Communication-efficient training: optax transformations that talk."""
+
+# Workers
+from .spmd import (
+    AXIS as AXIS,
+    spread as spread,
+    stack as stack,
+    worker_mesh as worker_mesh,
+)
+
+# What travels
+from .compressors import (
+    Compressor as Compressor,
+    payload_bytes as payload_bytes,
+    quantize as quantize,
+    random_k as random_k,
+    sign as sign,
+    top_k as top_k,
+)
+from .topology import (
+    Graph as Graph,
+    complete as complete,
+    exponential as exponential,
+    from_matrix as from_matrix,
+    mixing_matrix as mixing_matrix,
+    one_peer_exponential as one_peer_exponential,
+    ring as ring,
+    spectral_gap as spectral_gap,
+)
+
+# How it travels
+from .exchange import (
+    Exchange as Exchange,
+    gossip as gossip,
+    mean as mean,
+    weighted_mean as weighted_mean,
+)
+from .overlap import delayed as delayed, overlapped as overlapped
+from .feedback import (
+    compressed_mean as compressed_mean,
+    difference_feedback as difference_feedback,
+    error_feedback as error_feedback,
+)
+from .lowrank import powersgd as powersgd
+
+# When
+from .triggers import (
+    Trigger as Trigger,
+    any_of as any_of,
+    change_exceeds as change_exceeds,
+    drift_exceeds as drift_exceeds,
+    every as every,
+)
+
+# The verbs
+from .sync import average as average, self_clocked as self_clocked
+from .anchor import (
+    apply_updates as apply_updates,
+    consensus as consensus,
+    rounds as rounds,
+)
+
+# Published methods
+from .algorithms.gradients import (
+    data_parallel as data_parallel,
+    powersgd_sgd as powersgd_sgd,
+    sign_sgd as sign_sgd,
+    top_k_sgd as top_k_sgd,
+)
+from .algorithms.local import (
+    diloco as diloco,
+    local_sgd as local_sgd,
+    post_local_sgd as post_local_sgd,
+    slow_momentum as slow_momentum,
+    slowmo as slowmo,
+)
+from .algorithms.adaptive import selsync as selsync
+from .algorithms.gossip import dpsgd as dpsgd
+
+# Training
+from .train import Run as Run, fit as fit, local_step as local_step
+
+# Bytes and seconds
+from .ledger import Traffic as Traffic, traffic as traffic
+from .hlo import compiled_traffic as compiled_traffic
+from .meter import meter as meter
+from .network import Link as Link, seconds as seconds

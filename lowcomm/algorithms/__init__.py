@@ -1,0 +1,1 @@
+"""Published methods, each a short composition of the parts."""

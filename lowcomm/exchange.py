@@ -1,0 +1,244 @@
+r"""Exchanges: optax transformations that talk along a named axis.
+
+An exchange takes this worker's tree and returns what it heard, a tree like its input:
+
+    mean            x_i ← (1/K) Σ_j x_j                  the same everywhere
+    weighted_mean   x_i ← Σ_j w_j x_j / Σ_j w_j          the same everywhere
+    gossip          x_i ← Σ_j W_ij x_j                   each worker its own
+
+It may stand anywhere in an ``optax.chain`` before an optimizer, where it exchanges
+gradients, or be handed to ``average`` (which exchanges parameters) or ``rounds``
+(displacements). Two levels are a chain over two axes. A verb tells its exchange what
+it is about (``about=``) and along which axes the workers are (``within=``), so that
+one that makes no sense there says so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from . import uniform
+from .leaves import PyTree, map_exchanged, precise
+from .spmd import (
+    AXIS,
+    Axis,
+    axis_size,
+    names,
+    tracks_variance,
+    vary,
+    varying_axes,
+    worker_index,
+)
+from .topology import Graph
+
+ANYTHING = ("gradients", "parameters", "displacements")
+
+
+class Exchange(optax.GradientTransformationExtraArgs):
+    """An optax transformation that talks: ``init(params)`` and
+    ``update(tree, state, params=None, *, step, **extra) -> (heard, state)``.
+    """
+
+
+class GossipState(NamedTuple):
+    """State of ``gossip`` on a graph that changes."""
+
+    exchanges: jax.Array  # int32, how often this worker has mixed
+
+
+def admit(
+    tree: PyTree,
+    name: str,
+    *,
+    axis: Axis,
+    about: str,
+    within: Axis | None,
+    takes: tuple[str, ...],
+    instead: str = "",
+) -> None:
+    """Raise unless the exchange ``name`` makes sense where it is called."""
+    axis_size(axis)
+    if within is not None and not set(names(axis)) <= set(names(within)):
+        raise ValueError(
+            f"{name} talks along {names(axis)} and stands in a verb over "
+            f"{names(within)}: give both the same axis=, or the verb all of them."
+        )
+    if about not in takes:
+        raise ValueError(
+            f"{name} exchanges {' and '.join(takes)}, not {about}. {instead}"
+        )
+    if about == "gradients":
+        check_local(tree, axis)
+
+
+def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
+    """Raise if ``grads`` were already summed over the workers by JAX itself.
+
+    The gradient of a parameter that is declared replicated is, under shard_map's
+    check, the *sum* of the workers' gradients, and typed as equal everywhere.
+    """
+    if not tracks_variance(axis):
+        return
+    reduced = lambda tree: any(
+        not varying_axes(x) & set(names(axis)) for x in jax.tree.leaves(tree)
+    )
+    if reduced(grads) and (params is None or reduced(params)):
+        raise ValueError(
+            f"the gradients are equal along axis {axis!r} before any exchange: JAX "
+            "already summed them, because the parameters are declared replicated. "
+            "Mark them with lowcomm.spmd.vary(params, axis) before differentiating, "
+            "as local_step does, or stack them and use spread."
+        )
+
+
+def reduce_mean(x: jax.Array, axis: Axis) -> jax.Array:
+    """The mean of ``x`` over the workers, summed and returned precisely."""
+    return vary(lax.pmean(precise(x), names(axis)), axis)
+
+
+def mean(axis: Axis = AXIS) -> Exchange:
+    r"""The mean over the workers.
+
+    .. math:: x_i \leftarrow \tfrac1K \sum_j x_j
+
+    Sends every leaf once by an all-reduce; half-precision leaves travel and are
+    summed in float32. The result is the same, bit for bit, on all workers.
+
+    Example:
+        >>> from lowcomm import spread
+        >>> worker = lambda g: mean().update(g, ())[0]
+        >>> spread(worker)(jnp.array([1.0, 2.0, 6.0]))
+        Array([3., 3., 3.], dtype=float32)
+    """
+
+    def update(updates, state, params=None, *, about="gradients", within=None, **extra):
+        admit(updates, "mean", axis=axis, about=about, within=within, takes=ANYTHING)
+        return map_exchanged(
+            lambda x: reduce_mean(x, axis).astype(x.dtype), updates
+        ), state
+
+    return Exchange(lambda params: optax.EmptyState(), update)
+
+
+def weighted_mean(axis: Axis = AXIS) -> Exchange:
+    r"""The mean weighted by ``update(..., weight=w)``, one scalar a worker.
+
+    .. math:: x_i \leftarrow \sum_j w_j x_j \big/ \sum_j w_j
+
+    Sends every leaf once and one float32 by all-reduces. A worker of weight zero does
+    not count, even if it holds NaN. If all weights are zero every worker keeps its own.
+
+    Example:
+        >>> from lowcomm import spread
+        >>> worker = lambda g, w: weighted_mean().update(g, (), weight=w)[0]
+        >>> spread(worker)(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([3.0, 1.0, 0.0]))
+        Array([1.25, 1.25, 1.25], dtype=float32)
+    """
+
+    def update(
+        updates,
+        state,
+        params=None,
+        *,
+        weight=None,
+        about="gradients",
+        within=None,
+        **extra,
+    ):
+        admit(
+            updates,
+            "weighted_mean",
+            axis=axis,
+            about=about,
+            within=within,
+            takes=ANYTHING,
+        )
+        if weight is None or jnp.ndim(weight) != 0:
+            raise ValueError(
+                "weighted_mean needs update(..., weight=w), one scalar a worker, "
+                f"not {'nothing' if weight is None else jnp.shape(weight)}."
+            )
+        w = jnp.asarray(weight, jnp.float32)
+        total = lax.psum(w, names(axis))
+
+        def heard(x):
+            mine = jnp.where(w == 0, 0, precise(x) * w)
+            parts = vary(lax.psum(mine, names(axis)), axis)
+            return jnp.where(total == 0, precise(x), parts / total).astype(x.dtype)
+
+        return map_exchanged(heard, updates), state
+
+    return Exchange(lambda params: optax.EmptyState(), update)
+
+
+def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
+    r"""Mix with the neighbours of a graph.
+
+    .. math:: x_i \leftarrow \sum_j W_{ij} x_j
+
+    ``W`` is ``mixing_matrix(graph)``, doubly stochastic, so the mean over the workers
+    stays. Sends every leaf once to each neighbour, in the leaf's own type; sums are
+    formed in float32. A graph of several rounds takes the next one at each exchange
+    (not at each step: with a period that shares a factor with the number of rounds
+    some would never be used); the number of exchanges made is agreed on by one
+    4-byte maximum.
+
+    Raises:
+        ValueError: at trace, if the graph is not for this number of workers.
+
+    Example:
+        >>> from lowcomm import ring, spread
+        >>> worker = lambda x: gossip(ring(4)).update(x, optax.EmptyState())[0]
+        >>> spread(worker)(jnp.array([0.0, 0.0, 3.0, 0.0]))
+        Array([0., 1., 1., 1.], dtype=float32)
+    """
+    changing = len(graph.rounds) > 1
+
+    def init(params):
+        return GossipState(jnp.zeros((), jnp.int32)) if changing else optax.EmptyState()
+
+    def update(updates, state, params=None, *, about="gradients", within=None, **extra):
+        admit(updates, "gossip", axis=axis, about=about, within=within, takes=ANYTHING)
+        if graph.size != axis_size(axis):
+            raise ValueError(
+                f"{graph.name} has {graph.size} nodes and axis {axis!r} has "
+                f"{axis_size(axis)} workers: build the graph for {axis_size(axis)}."
+            )
+        if not changing:
+            return map_exchanged(
+                lambda x: _mix(x, graph.rounds[0], axis), updates
+            ), state
+        exchanges = lax.pmax(state.exchanges, names(axis))
+        heard = uniform.switch(
+            exchanges % len(graph.rounds),
+            [
+                lambda updates, part=part: map_exchanged(
+                    lambda x: _mix(x, part, axis), updates
+                )
+                for part in graph.rounds
+            ],
+            updates,
+            axis=axis,
+        )
+        return heard, GossipState(vary(exchanges + 1, axis))
+
+    return Exchange(init, update)
+
+
+def _mix(x: jax.Array, part: tuple, axis: Axis) -> jax.Array:
+    """``Σ weight · (x sent along permutation)``."""
+    total = jnp.zeros_like(precise(x))
+    for weight, permutation in part:
+        moved = [(i, j) for i, j in enumerate(permutation) if i != j]
+        heard = lax.ppermute(x, names(axis), moved) if moved else x
+        if moved and len(moved) < len(permutation):
+            # ppermute hands zeros to whoever hears nobody: they keep their own.
+            stays = jnp.array([i == j for i, j in enumerate(permutation)])
+            heard = jnp.where(stays[worker_index(axis)], x, heard)
+        total = total + weight * precise(heard)
+    return vary(total.astype(x.dtype), axis)

@@ -1,0 +1,130 @@
+r"""Exchanges that have time to arrive, so that computation hides them.
+
+    delayed(x)      last step's result of x                     for gradients
+    overlapped(x)   own value + last sync's correction by x     for parameters
+
+Neither result depends on what is computed while the exchange is on its way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .exchange import Exchange
+from .leaves import (
+    PyTree,
+    add,
+    check_same_leaves,
+    map_exchanged,
+    subtract,
+    takes_part,
+    zeros,
+)
+
+
+class DelayedState(NamedTuple):
+    """State of ``delayed``."""
+
+    arriving: PyTree  # what the next call returns
+    exchange: Any
+
+
+class OverlappedState(NamedTuple):
+    """State of ``overlapped``."""
+
+    correction: PyTree  # what the next call adds
+    exchange: Any
+
+
+def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
+    r"""Last step's result of ``exchange``, zeros at first: it has a step to arrive.
+
+    Sends what ``exchange`` sends, and keeps one tree. For gradients, before an
+    optimizer; inside a verb it would be another algorithm than the published ones,
+    and raises: use ``overlapped``, or ``rounds(..., delay=)``.
+
+    Example:
+        >>> from lowcomm import mean, spread
+        >>> tx = delayed(mean())
+        >>> def worker(g):
+        ...     first, state = tx.update(g, tx.init(g))
+        ...     second, _ = tx.update(0 * g, state)
+        ...     return first, second
+        >>> spread(worker)(jnp.array([1.0, 3.0]))
+        (Array([0., 0.], dtype=float32), Array([2., 2.], dtype=float32))
+    """
+
+    def init(params):
+        arriving = jax.tree.map(
+            lambda x: jnp.zeros_like(x) if takes_part(x) else None, params
+        )
+        return DelayedState(arriving, exchange.init(params))
+
+    def update(updates, state, params=None, *, about="gradients", **extra):
+        if about != "gradients":
+            raise ValueError(
+                f"delayed exchanges gradients, not {about}: in average use "
+                "overlapped(exchange), in rounds use delay=."
+            )
+        check_same_leaves("delayed", state.arriving, updates)
+        leaving, inner = exchange.update(
+            updates, state.exchange, params, about=about, **extra
+        )
+        out = map_exchanged(lambda x, old: old.astype(x.dtype), updates, state.arriving)
+        arriving = jax.tree.map(lambda x: x if takes_part(x) else None, leaving)
+        return out, DelayedState(arriving, inner)
+
+    return Exchange(init, update)
+
+
+def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
+    r"""Add the correction of the model that left at the previous sync.
+
+    .. math:: x_i \leftarrow x_i + c_i, \qquad c_i \leftarrow \text{exchange}(x_i) - x_i
+
+    The new correction is not needed before the next sync, so the exchange may run
+    during the local steps in between. ``c`` is zero at first. Sends what ``exchange``
+    sends, and keeps one tree. With ``gossip`` this is OLDSGD; with ``mean`` CoCoD-SGD;
+    with ``gossip`` and a sync at every step it is D-PSGD in combine-then-adapt order.
+
+    Example:
+        One sync later both workers have heard where they were.
+
+        >>> from lowcomm import mean, spread
+        >>> tx = overlapped(mean())
+        >>> def worker(x):
+        ...     first, state = tx.update(x, tx.init(x), about="parameters")
+        ...     second, _ = tx.update(first, state, about="parameters")
+        ...     return first, second
+        >>> spread(worker)(jnp.array([1.0, 3.0]))
+        (Array([1., 3.], dtype=float32), Array([2., 2.], dtype=float32))
+
+    References:
+        Zhou and Pu, `Accelerating Decentralized Optimization via Overlapping Local
+        Steps <https://arxiv.org/abs/2601.01493>`_, 2026.
+    """
+
+    def init(params):
+        return OverlappedState(zeros(params), exchange.init(params))
+
+    def update(updates, state, params=None, *, about="gradients", **extra):
+        if about != "parameters":
+            raise ValueError(
+                f"overlapped exchanges parameters, not {about}: hand it to average; "
+                "for gradients use delayed(exchange), in rounds use delay=."
+            )
+        check_same_leaves("overlapped", state.correction, updates)
+        out = map_exchanged(add, updates, state.correction)
+        heard, inner = exchange.update(
+            out, state.exchange, params, about=about, **extra
+        )
+        correction = jax.tree.map(
+            lambda new, old: subtract(new, old) if takes_part(new) else None, heard, out
+        )
+        return out, OverlappedState(correction, inner)
+
+    return Exchange(init, update)

@@ -1,0 +1,232 @@
+r"""Triggers: when to talk.
+
+A trigger is asked once a step and answers with one bool that is the same on all
+workers. Clock triggers read it off the step and send nothing. Measured triggers look
+at this worker's own arrays and agree by a maximum over the axis: if any worker wants
+to talk, all do, and each sends 4 bytes a step to find out.
+
+Edge values mean the same for all measured triggers: a threshold of 0 always fires,
+infinity never does (after a declared warm-up), equality fires, and NaN fires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import uniform
+from .leaves import PyTree, precise, takes_part
+from .spmd import AXIS, Axis, names, vary
+
+
+class Trigger(NamedTuple):
+    """When to talk: ``init(params) -> state`` and ``fire -> (bool, state)``.
+
+    ``fire(state, *, step, since, drift, grads, axis, **extra)``: ``since`` counts the
+    steps since the last sync by whatever trigger, this one included; ``grads`` are
+    the raw gradients; ``drift`` is the displacement from the anchor under ``rounds``,
+    None under ``average``. The bool is a Python bool where the step is known at
+    trace. ``gap`` is the least number of steps between two syncs if the step alone
+    decides, else None.
+    """
+
+    init: Callable[[PyTree], Any]
+    fire: Callable[..., tuple[Any, Any]]
+    gap: int | None = None
+
+
+class ChangeState(NamedTuple):
+    """State of ``change_exceeds``."""
+
+    norms: (
+        jax.Array
+    )  # [window] float32, this worker's last gradient norms, newest first
+    smoothed: jax.Array  # float32, their weighted mean one step ago
+    seen: jax.Array  # int32, how many norms there are
+
+
+def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
+    r"""After every ``period``-th step, and at each of the first ``warmup`` steps.
+
+    Fires iff ``step < warmup`` or ``(step + 1 − offset) % period == 0``, with steps
+    counted from 0: with the defaults after steps ``period − 1``, ``2 period − 1``, ….
+    Sends nothing.
+
+    Raises:
+        ValueError: period < 1, offset outside [0, period), warmup < 0.
+
+    Example:
+        >>> when = every(3, warmup=2)
+        >>> [when.fire((), step=t)[0] for t in range(6)]
+        [True, True, True, False, False, True]
+    """
+    if period < 1:
+        raise ValueError(f"period {period} is below 1: use every(1) to talk each step.")
+    if not 0 <= offset < period:
+        raise ValueError(f"offset {offset} is outside [0, {period}), the period.")
+    if warmup < 0:
+        raise ValueError(f"warmup {warmup} is negative.")
+
+    def due(t):
+        return (t >= 0) & ((t < warmup) | ((t + 1 - offset) % period == 0))
+
+    def fire(state, *, step=None, axis: Axis = AXIS, **extra):
+        uniform.now(step, axis)
+        return uniform.decide(due, step), state
+
+    return Trigger(lambda params: (), fire, gap=1 if warmup > 0 else period)
+
+
+def drift_exceeds(threshold: float) -> Trigger:
+    r"""When some worker has moved far from the anchor.
+
+    .. math:: \max_i \lVert a - x_i \rVert_2 \ge \text{threshold}
+
+    over all leaves together, in the units of the parameters. For ``rounds``; raises
+    at trace under ``average``, which has no anchor. Sends 4 bytes a step.
+
+    Raises:
+        ValueError: a negative or NaN threshold.
+    """
+    _check_threshold(threshold)
+
+    def fire(state, *, drift=None, axis: Axis = AXIS, **extra):
+        if drift is None:
+            raise ValueError(
+                "drift_exceeds measures the displacement from an anchor, and only "
+                "rounds has one: use rounds, or change_exceeds with average."
+            )
+        return _any_worker(~(_norm(drift) < threshold), axis), state
+
+    return Trigger(lambda params: (), fire)
+
+
+def change_exceeds(
+    threshold: float,
+    *,
+    window: int = 25,
+    smoothing: float = 0.01,
+    warmup: int | None = None,
+) -> Trigger:
+    r"""When some worker's gradient norm is changing (the trigger of SelSync).
+
+    .. math::
+        s_t = \frac{\sum_{k=1}^{W} q^k \lVert g_{t+1-k} \rVert}{\sum_{k=1}^{W} q^k},
+        \qquad q = 1 - \alpha, \qquad
+        \frac{|s_t - s_{t-1}|}{s_{t-1}} \ge \delta \text{ on any worker}
+
+    ``δ`` is ``threshold`` (a ratio), ``W`` is ``window``, ``α`` is ``smoothing``; the
+    first ``warmup`` steps (``window`` by default) fire whatever the gradients do, and
+    until the window is full there is no change to speak of. Sends 4 bytes a step.
+    A norm that jumps by a factor r from a flat window changes ``s`` by
+    ``α/(1 − q^W) · |r − 1|``, 0.045 |r − 1| with the defaults: choose ``δ`` with
+    ``W`` and ``α`` in view.
+
+    Raises:
+        ValueError: threshold negative or NaN, window < 1, smoothing outside [0, 1),
+            warmup < 0.
+
+    Note:
+        The norm is the unsquared norm of all gradients together and is smoothed once.
+        The paper prints the squared norm; the released code sums the norms of the
+        layers, smooths twice, and warms up for one step less.
+
+    References:
+        Tyagi and Swany, `Accelerating Distributed ML Training via Selective
+        Synchronization <https://arxiv.org/abs/2307.07950>`_, 2023.
+    """
+    _check_threshold(threshold)
+    if window < 1:
+        raise ValueError(f"window {window} is below 1.")
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing {smoothing} is outside [0, 1).")
+    warmup = window if warmup is None else warmup
+    if warmup < 0:
+        raise ValueError(f"warmup {warmup} is negative.")
+    q = 1.0 - smoothing
+    weights = jnp.array([q**k for k in range(1, window + 1)], jnp.float32)
+
+    def init(params):
+        return ChangeState(
+            jnp.zeros(window, jnp.float32),
+            jnp.zeros((), jnp.float32),
+            jnp.zeros((), jnp.int32),
+        )
+
+    def fire(state, *, step=None, grads, axis: Axis = AXIS, **extra):
+        uniform.now(step, axis)
+        norms = jnp.roll(state.norms, 1).at[0].set(_norm(grads).astype(jnp.float32))
+        smoothed = jnp.dot(weights, norms) / jnp.sum(weights)
+        was_full = state.seen >= window
+        difference = jnp.abs(smoothed - state.smoothed)
+        # A window of zeros: no change if it stays so, an infinite one if it does not.
+        still = difference == 0
+        change = jnp.where(still, 0.0, difference / jnp.where(still, 1, state.smoothed))
+        change = jnp.where(was_full, change, 0.0)
+        wants = _any_worker(~(change < threshold), axis)
+        warm = uniform.decide(lambda t: t < warmup, step)
+        seen = jnp.minimum(state.seen + 1, window)
+        state = vary(ChangeState(norms, smoothed, seen), axis)
+        return _either(warm, wants), state
+
+    return Trigger(init, fire)
+
+
+def any_of(*triggers: Trigger) -> Trigger:
+    """When at least one of the triggers fires; each is asked at every step.
+
+    Sends what they send. ``any_of(change_exceeds(0.3), every(100))`` caps the interval.
+
+    Example:
+        >>> when = any_of(every(4), every(6))
+        >>> [t for t in range(12) if when.fire(when.init(None), step=t)[0]]
+        [3, 5, 7, 11]
+    """
+    if not triggers:
+        raise ValueError("any_of needs at least one trigger.")
+
+    def init(params):
+        return tuple(trigger.init(params) for trigger in triggers)
+
+    def fire(state, **asked):
+        fires, states = False, []
+        for trigger, s in zip(triggers, state, strict=True):
+            fired, s = trigger.fire(s, **asked)
+            fires = _either(fires, fired)
+            states.append(s)
+        return fires, tuple(states)
+
+    clocks = all(trigger.gap is not None for trigger in triggers)
+    single = triggers[0].gap if len(triggers) == 1 else 1
+    return Trigger(init, fire, gap=single if clocks else None)
+
+
+def _either(a: Any, b: Any) -> Any:
+    """``a or b``, decided at trace where that is possible."""
+    if a is True or b is True:
+        return True
+    if a is False:
+        return b
+    return a if b is False else a | b
+
+
+def _any_worker(wants: jax.Array, axis: Axis) -> jax.Array:
+    """Whether it holds on any worker: one int32 maximum."""
+    return lax.pmax(wants.astype(jnp.int32), names(axis)) > 0
+
+
+def _norm(tree: PyTree) -> jax.Array:
+    leaves = [precise(x) for x in jax.tree.leaves(tree) if takes_part(x)]
+    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in leaves]
+    return jnp.sqrt(sum(squares, jnp.float32(0))).astype(jnp.float32)
+
+
+def _check_threshold(threshold: float) -> None:
+    if not threshold >= 0:
+        raise ValueError(
+            f"threshold {threshold} must be 0 or more (infinity is never)."
+        )
