@@ -186,6 +186,9 @@ def _losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
+# Jitted, so that a loop which traces its step for each kind of step, for each method
+# and for its bytes traces the model once.
+@partial(jax.jit, static_argnums=0)
 def _cross_entropy(model: nn.Module, params: PyTree, batch: data.Batch) -> jax.Array:
     logits = jnp.asarray(model.apply(params, batch.inputs))
     return _losses(logits, jnp.asarray(batch.labels)).mean()

@@ -22,7 +22,7 @@ from . import uniform
 from .exchange import mean
 from .leaves import PyTree, add, is_inexact, map_leaves, movable, precise, subtract
 from .moments import realign
-from .spmd import AXIS, Axis
+from .spmd import AXIS, Axis, vary
 from .sync import SelfClockedState, Talking, Transformation, enter, leave
 from .triggers import Trigger, every
 
@@ -108,21 +108,23 @@ def rounds(
     )
     when = every(1) if when is None else when
     _check_rounds(pull, delay, when)
-    agree = realign(moments, inner, lambda tree: mean(axis).update(tree, ())[0])
+    together = lambda tree: mean(axis).update(tree, (), about="parameters")[0]
+    agree = realign(moments, inner, together)
 
     def init(params):
         params = movable(params)
         wide = jax.tree.map(lambda p: jnp.array(precise(jnp.asarray(p))), params)
-        return RoundsState(
+        state = RoundsState(
             inner.init(params),
             outer.init(wide),
             exchange.init(wide),
             when.init(params),
-            jax.tree.map(lambda p: p.astype(anchor_dtype or p.dtype), wide),
+            jax.tree.map(lambda p: jnp.array(p, anchor_dtype or p.dtype), wide),
             jax.tree.map(jnp.zeros_like, wide) if delay else (),
             jnp.zeros((), jnp.int32),
             jnp.zeros((), bool),
         )
+        return vary(state, axis)
 
     def update(updates, state, params=None, *, step=None, **extra):
         whole, grads, params = enter(updates, params, step, axis)
@@ -155,8 +157,11 @@ def rounds(
                 within=axis,
                 **extra,
             )
-            inner_state = agree(inner_state, start)
             return heard, (inner_state, exchange_state, jnp.zeros_like(since))
+
+        def realigned(sending, model):
+            inner_state, *rest = sending
+            return (agree(inner_state, model), *rest)
 
         def adopt(heard, outer_state):
             forward, outer_state = outer.update(
@@ -179,7 +184,9 @@ def rounds(
 
             def send_and_adopt(sending, outer_state):
                 heard, sending = send(sending)
-                return arrived, sending, adopt(heard, outer_state)
+                adopted = adopt(heard, outer_state)
+                model = map_leaves(add, params, adopted[0])
+                return arrived, realigned(sending, model), adopted
 
             pending, sending, adopted = uniform.cond(
                 fire,
@@ -195,8 +202,13 @@ def rounds(
             due, _ = when.fire(
                 state.trigger, step=uniform.ago(step, delay), axis=axis, grads=grads
             )
+
+            def send_only(sending):
+                heard, sending = send(sending)
+                return heard, realigned(sending, here)
+
             pending, sending = uniform.cond(
-                fire, send, lambda sending: (arrived, sending), sending, axis=axis
+                fire, send_only, lambda sending: (arrived, sending), sending, axis=axis
             )
             adopted = uniform.cond(
                 due, lambda s: adopt(arrived, s), stay, state.outer, axis=axis
@@ -227,8 +239,8 @@ def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
 
     Raises:
         ValueError: if something other than ``optax.partition``, ``optax.masked``,
-            ``self_clocked`` or the end of an ``optax.chain`` encloses the ``rounds``:
-            it may have changed the updates.
+            ``optax.inject_hyperparams``, ``self_clocked`` or the end of an
+            ``optax.chain`` encloses the ``rounds``: it may have changed the updates.
     """
     owned = {}
     for rounds_state in _outermost(state, enclosed=True):
@@ -280,7 +292,7 @@ def _outermost(state: Any, *, enclosed: bool) -> list[RoundsState]:
         return [state]
     if isinstance(state, SelfClockedState):
         return _outermost(state.clocked, enclosed=enclosed)
-    if isinstance(state, optax.MaskedState):
+    if isinstance(state, optax.MaskedState | optax.InjectStatefulHyperparamsState):
         return _outermost(state.inner_state, enclosed=enclosed)
     if enclosed and type(state) is tuple and state:
         # A chain: what its last part returns is what the chain returns.

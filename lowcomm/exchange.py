@@ -23,7 +23,7 @@ import optax
 from jax import lax
 
 from . import uniform
-from .leaves import PyTree, map_exchanged, precise
+from .leaves import PyTree, map_exchanged, precise, takes_part
 from .spmd import (
     AXIS,
     Axis,
@@ -32,9 +32,8 @@ from .spmd import (
     tracks_variance,
     vary,
     varying_axes,
-    worker_index,
 )
-from .topology import Graph
+from .topology import Graph, Round, mixing_matrix
 
 ANYTHING = ("gradients", "parameters", "displacements")
 
@@ -85,7 +84,9 @@ def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
     if not tracks_variance(axis):
         return
     reduced = lambda tree: any(
-        not varying_axes(x) & set(names(axis)) for x in jax.tree.leaves(tree)
+        not varying_axes(x) & set(names(axis))
+        for x in jax.tree.leaves(tree)
+        if takes_part(x)
     )
     if reduced(grads) and (params is None or reduced(params)):
         raise ValueError(
@@ -182,14 +183,15 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j
 
     ``W`` is ``mixing_matrix(graph)``, doubly stochastic, so the mean over the workers
-    stays. Sends every leaf once to each neighbour, in the leaf's own type; sums are
-    formed in float32. A graph of several rounds takes the next one at each exchange
-    (not at each step: with a period that shares a factor with the number of rounds
-    some would never be used); the number of exchanges made is agreed on by one
-    4-byte maximum.
+    stays, and workers that agree stay as they are, bit for bit. Sends every leaf once
+    to each neighbour, in the leaf's own type; sums are formed in float32. A graph of
+    several rounds takes the next one at each exchange (not at each step: with a period
+    that shares a factor with the number of rounds some would never be used); the
+    number of exchanges made is agreed on by one 4-byte maximum.
 
     Raises:
-        ValueError: at trace, if the graph is not for this number of workers.
+        ValueError: a graph that is not doubly stochastic; at trace, one that is not
+            for this number of workers.
 
     Example:
         >>> from lowcomm import ring, spread
@@ -198,9 +200,13 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
         Array([0., 1., 1., 1.], dtype=float32)
     """
     changing = len(graph.rounds) > 1
+    for i in range(len(graph.rounds)):
+        mixing_matrix(graph, i)  # raises unless it is doubly stochastic
 
     def init(params):
-        return GossipState(jnp.zeros((), jnp.int32)) if changing else optax.EmptyState()
+        if not changing:
+            return optax.EmptyState()
+        return GossipState(vary(jnp.zeros((), jnp.int32), axis))
 
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):
         admit(updates, "gossip", axis=axis, about=about, within=within, takes=ANYTHING)
@@ -230,15 +236,14 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
     return Exchange(init, update)
 
 
-def _mix(x: jax.Array, part: tuple, axis: Axis) -> jax.Array:
-    """``Σ weight · (x sent along permutation)``."""
-    total = jnp.zeros_like(precise(x))
+def _mix(x: jax.Array, part: Round, axis: Axis) -> jax.Array:
+    """``x + Σ weight · (heard along permutation − x)``: the weights sum to one."""
+    # In this form workers that agree already stay as they are, bit for bit.
+    own = total = precise(x)
     for weight, permutation in part:
-        moved = [(i, j) for i, j in enumerate(permutation) if i != j]
-        heard = lax.ppermute(x, names(axis), moved) if moved else x
-        if moved and len(moved) < len(permutation):
-            # ppermute hands zeros to whoever hears nobody: they keep their own.
-            stays = jnp.array([i == j for i, j in enumerate(permutation)])
-            heard = jnp.where(stays[worker_index(axis)], x, heard)
-        total = total + weight * precise(heard)
+        pairs = list(enumerate(permutation))
+        if any(i != j for i, j in pairs):
+            # Whoever sits out hears itself: ppermute would hand it zeros.
+            heard = lax.ppermute(x, names(axis), pairs)
+            total = total + weight * (precise(heard) - own)
     return vary(total.astype(x.dtype), axis)

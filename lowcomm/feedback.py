@@ -56,8 +56,8 @@ def talk(
 ) -> tuple[PyTree, PyTree]:
     """Send ``tree`` compressed, leaf by leaf; return what was heard and what was said.
 
-    ``heard`` is the mean over the workers of what each of them said. Both are
-    shaped and typed like ``tree``.
+    ``heard`` is the mean over the workers of what each of them said. Both are shaped
+    like ``tree`` and precise, so that a memory of them does not drift.
     """
     step = uniform.now(step, axis)
     leaves, treedef = jax.tree.flatten(tree)
@@ -72,7 +72,7 @@ def talk(
 def _talk_about(
     compressor: Compressor, x: jax.Array, keys: Keys, axis: Axis
 ) -> tuple[jax.Array, jax.Array]:
-    like, agreed = x, None
+    agreed = None
     if compressor.linear:
         x = precise(x)  # payloads are summed on the way
     if compressor.statistic is not None:
@@ -92,7 +92,7 @@ def _talk_about(
 
         start = vary(jnp.zeros_like(precise(x)), axis)
         heard = lax.scan(listen, start, everyone)[0] / axis_size(axis)
-    return heard.astype(like.dtype), said.astype(like.dtype)
+    return heard, precise(said)
 
 
 def admit_shrinking(
@@ -140,7 +140,8 @@ def compressed_mean(
         **extra,
     ):
         admit_shrinking(updates, "compressed_mean", axis, about, within)
-        return talk(compressor, updates, step=step, seed=seed, axis=axis)[0], state
+        heard, _ = talk(compressor, updates, step=step, seed=seed, axis=axis)
+        return map_exchanged(lambda u, h: h.astype(u.dtype), updates, heard), state
 
     return Exchange(lambda params: optax.EmptyState(), update)
 
@@ -212,8 +213,9 @@ def error_feedback(
         spoken = map_exchanged(lambda u, p: p.astype(u.dtype), updates, wanted)
         heard, said = talk(compressor, spoken, step=step, seed=seed, axis=axis)
         error = map_leaves(
-            lambda e, p, s: (p - precise(s)).astype(e.dtype), state.error, wanted, said
+            lambda e, p, s: (p - s).astype(e.dtype), state.error, wanted, said
         )
+        heard = map_exchanged(lambda u, h: h.astype(u.dtype), updates, heard)
         return heard, ErrorFeedbackState(error)
 
     return Exchange(init, update)
@@ -284,12 +286,12 @@ def difference_feedback(
         )
         heard, said = talk(compressor, news, step=step, seed=seed, axis=axis)
         out = map_exchanged(
-            lambda u, h, c: (h + precise(c)).astype(u.dtype),
+            lambda u, h, c: (h + c).astype(u.dtype),
             updates,
             state.heard,
             heard,
         )
-        remember = lambda h, c: h + rate * precise(c)
+        remember = lambda h, c: h + rate * c
         return out, DifferenceFeedbackState(
             map_leaves(remember, state.said, said),
             map_leaves(remember, state.heard, heard),

@@ -4,7 +4,7 @@ A jaxpr says what a method asks for. The compiler may combine collectives, gathe
 sharded leaf before sending it, or hand a transfer between TPU slices to the host
 network; only the compiled text shows that. Bytes are those of the operands on one
 device. For a program in which a worker is one device they equal the jaxpr's, after
-the three things ``ledger`` lists.
+what ``ledger`` lists is undone.
 
 Read here: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute and
 collective-broadcast, plain or as ``-start``/``-done`` pairs or inside ``async-start``,
@@ -169,8 +169,13 @@ class _Reader(NamedTuple):
 
     def across_slices(self) -> Axis:
         """The mesh axes that lead from one TPU slice to another."""
-        devices = getattr(self.mesh, "devices", np.empty(0))
-        slices = np.vectorize(lambda d: getattr(d, "slice_index", 0))(devices)
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(
+                "the program sends between TPU slices: give the mesh of the devices it "
+                "is compiled for, which knows the slices."
+            )
+        look = np.vectorize(lambda device: getattr(device, "slice_index", 0))
+        slices = look(self.mesh.devices)
         names = tuple(
             name
             for i, name in enumerate(self.mesh.axis_names)
@@ -188,7 +193,7 @@ def _positions(text: str, mesh: Any) -> np.ndarray:
     )
     if count == mesh.size:
         return np.arange(count)
-    if hasattr(mesh, "devices"):
+    if not isinstance(mesh, AbstractMesh):
         slices = [getattr(device, "slice_index", None) for device in mesh.devices.flat]
         mine = np.flatnonzero(np.array([s == slices[0] for s in slices]))
         if len(mine) == count:

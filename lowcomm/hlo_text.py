@@ -84,7 +84,7 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
 
 def source_target_pairs(attributes: str) -> list[list[int]]:
     """Who sends to whom in a permutation, or in a send between named devices."""
-    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    found = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}', attributes)
     numbers = _integers(found[1]) if found else []
     return np.array(numbers, int).reshape(-1, 2).tolist()
 

@@ -84,7 +84,7 @@ def zeros(tree: PyTree, dtype: Any = None) -> PyTree:
     """Precise zeros for each leaf that takes part, ``None`` for the others."""
     return jax.tree.map(
         lambda x: (
-            jnp.zeros(jnp.shape(x), dtype or precise(jnp.asarray(x)).dtype)
+            jnp.zeros_like(x, dtype=dtype or precise(jnp.asarray(x)).dtype)
             if takes_part(x)
             else None
         ),

@@ -8,12 +8,14 @@ whether it was read from a jaxpr (``traffic``), counted while running (``meter``
 found in compiled HLO (``compiled_traffic``), so the three can be held against each
 other. One worker sends nothing: a collective over a group of one has count 0.
 
-Three things XLA does that a jaxpr does not show, and how to undo them first:
+Some things XLA does that a jaxpr does not show, and how to undo them first:
 
 - equal collectives of equal operands become one: ``Traffic.merged``;
 - the CPU backend widens small floats on the wire (bfloat16 to float32, 8 bits to
   float16): ``Traffic.widened``;
-- a collective whose result nobody uses is removed. So are such rows here.
+- a collective whose result nobody uses is removed. So are such rows here;
+- a collective that is the same in every turn of a loop runs once before it, and one of
+  a constant is computed at compile time. Here they count as written.
 """
 
 from __future__ import annotations

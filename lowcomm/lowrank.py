@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .exchange import Exchange, reduce_mean
 from .feedback import admit_shrinking
 from .leaves import PyTree, check_same_leaves, map_leaves, precise, takes_part
-from .spmd import AXIS, Axis
+from .spmd import AXIS, Axis, vary
 
 
 class PowerSGDState(NamedTuple):
@@ -30,9 +30,10 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
 
     A leaf of two or more dimensions is a matrix ``[m, n]`` with ``n`` its last
     dimension. ``Q`` is ``state.query`` (``[n, rank]``, Gaussian at first, kept as a
-    warm start) and ``e`` is ``state.residual``. Sends ``rank · (m + n)`` float32 a
-    matrix in two all-reduces. Vectors, and matrices for which that would not be less
-    than ``m · n``, travel whole and have no state.
+    warm start; a column that would become zero stays) and ``e`` is
+    ``state.residual``. Sends ``rank · (m + n)`` float32 a matrix in two all-reduces.
+    Vectors, and matrices for which that would not be less than ``m · n``, travel whole
+    and have no state.
 
     Raises:
         ValueError: rank < 1; at trace, a tree of another structure.
@@ -71,12 +72,13 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
             for key, x in zip(keys, leaves, strict=False)
         ]
         residual = [
-            jnp.zeros(x.shape, precise(x).dtype) if _is_low_rank(x, rank) else None
+            jnp.zeros_like(precise(x)) if _is_low_rank(x, rank) else None
             for x in leaves
         ]
-        return PowerSGDState(
-            jax.tree.unflatten(treedef, query), jax.tree.unflatten(treedef, residual)
+        query, residual = (
+            jax.tree.unflatten(treedef, part) for part in (query, residual)
         )
+        return PowerSGDState(vary(query, axis), residual)
 
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):
         admit_shrinking(updates, "powersgd", axis, about, within)
@@ -88,11 +90,13 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
                 heard = reduce_mean(u, axis).astype(u.dtype) if takes_part(u) else u
                 return _Heard(heard, None, None)
             d = (precise(u) + e).reshape(-1, u.shape[-1])
-            p = jnp.linalg.qr(reduce_mean(d @ q, axis))[0]
-            mine = d.T @ p
-            q = reduce_mean(mine, axis)
-            heard = (p @ q.T).reshape(u.shape).astype(u.dtype)
-            return _Heard(heard, q, (d - p @ mine.T).reshape(u.shape))
+            p = jnp.linalg.qr(reduce_mean(_times(d, q), axis))[0]
+            mine = _times(d.T, p)
+            factor = reduce_mean(mine, axis)
+            heard = _times(p, factor.T).reshape(u.shape).astype(u.dtype)
+            # From a direction of zeros nothing would ever be heard again.
+            q = jnp.where(jnp.any(factor != 0, axis=0), factor, q)
+            return _Heard(heard, q, (d - _times(p, mine.T)).reshape(u.shape))
 
         parts = map_leaves(one, updates, state.query, state.residual)
         heard, query, residual = (
@@ -127,6 +131,11 @@ class _Heard(NamedTuple):
     heard: jax.Array
     query: jax.Array | None
     residual: jax.Array | None
+
+
+def _times(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` in full precision: what the product rounds off, no memory keeps."""
+    return jnp.matmul(a, b, precision="highest")
 
 
 def _is_low_rank(x: jax.Array, rank: int) -> bool:

@@ -57,7 +57,9 @@ def meter(fn: Callable) -> Callable:
         jaxpr, consts, inputs, out = trace(fn, args)
         outs, counts = _run(jaxpr, consts, inputs, {})
         outs = jax.tree.unflatten(jax.tree.structure(out), outs)
-        return outs, jnp.asarray(counts, jnp.int32)
+        # Made, not captured: an empty constant crashes XLA in jax 0.11.2.
+        counts = jnp.asarray(counts) if len(counts) else jnp.zeros(0, jnp.int32)
+        return outs, counts
 
     return metered
 
@@ -85,22 +87,23 @@ def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], sizes: Sizes)
             outs, inside = _REBUILT[name](eqn, values, sizes)
             counts.append(inside)
         known |= zip(eqn.outvars, outs, strict=True)
-    return [read(atom) for atom in jaxpr.outvars], _join(counts)
+    return [_typed(atom, read(atom)) for atom in jaxpr.outvars], _join(counts)
 
 
 def _certain(row: Row) -> bool:
-    return row.count is not None and not row.guard
+    """Whether the data has no say in how often the row runs."""
+    return row.count == 0 or (row.count is not None and not row.guard)
 
 
 def _join(counts: Sequence[Counts]) -> Counts:
     """Concatenate, staying in numpy as long as all parts are."""
     if all(isinstance(part, np.ndarray) for part in counts):
         return np.concatenate(counts)
-    return jnp.concatenate([jnp.asarray(part) for part in counts])
+    return jnp.concatenate([jnp.asarray(part) for part in counts if len(part)])
 
 
 def _typed(atom: Any, value: Any) -> Any:
-    """A literal as the array it stands for, its weak type included."""
+    """A literal or constant as the array it stands for, weak types included."""
     if isinstance(value, jax.Array):
         return value
     weak = jnp.asarray(np.asarray(value).item()) if atom.aval.weak_type else None

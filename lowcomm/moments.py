@@ -86,7 +86,7 @@ def _with_counts(marks: Any, params: Any) -> Any:
         return type(marks)(**{k: _with_counts(v, params) for k, v in fields.items()})
     if isinstance(marks, dict):
         return {key: _with_counts(part, params) for key, part in marks.items()}
-    if isinstance(marks, tuple | list):
+    if isinstance(marks, tuple | list) and not isinstance(marks, optax.MaskedNode):
         return type(marks)(_with_counts(part, params) for part in marks)
     return marks
 

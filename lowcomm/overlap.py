@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from .exchange import Exchange
@@ -20,6 +19,7 @@ from .leaves import (
     add,
     check_same_leaves,
     map_exchanged,
+    map_leaves,
     subtract,
     takes_part,
     zeros,
@@ -43,11 +43,12 @@ class OverlappedState(NamedTuple):
 def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
     r"""Last step's result of ``exchange``, zeros at first: it has a step to arrive.
 
-    Sends what ``exchange`` sends, and keeps one tree. For gradients, before an
+    Sends what ``exchange`` sends, and keeps one precise tree. For gradients, before an
     optimizer; inside a verb it would be another algorithm than the published ones,
     and raises: use ``overlapped``, or ``rounds(..., delay=)``.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from lowcomm import mean, spread
         >>> tx = delayed(mean())
         >>> def worker(g):
@@ -59,10 +60,7 @@ def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
     """
 
     def init(params):
-        arriving = jax.tree.map(
-            lambda x: jnp.zeros_like(x) if takes_part(x) else None, params
-        )
-        return DelayedState(arriving, exchange.init(params))
+        return DelayedState(zeros(params), exchange.init(params))
 
     def update(updates, state, params=None, *, about="gradients", **extra):
         if about != "gradients":
@@ -75,7 +73,9 @@ def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
             updates, state.exchange, params, about=about, **extra
         )
         out = map_exchanged(lambda x, old: old.astype(x.dtype), updates, state.arriving)
-        arriving = jax.tree.map(lambda x: x if takes_part(x) else None, leaving)
+        arriving = map_leaves(
+            lambda old, x: x.astype(old.dtype), state.arriving, leaving
+        )
         return out, DelayedState(arriving, inner)
 
     return Exchange(init, update)
@@ -94,6 +94,7 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
     Example:
         One sync later both workers have heard where they were.
 
+        >>> import jax.numpy as jnp
         >>> from lowcomm import mean, spread
         >>> tx = overlapped(mean())
         >>> def worker(x):

@@ -5,7 +5,8 @@ multiply, branches guard, a ``while`` leaves the number open. A primitive that h
 communicating program and is not known here is an error, never a silent zero.
 
 Primitives are told by name: most of them have no public object, and a name that is
-new in some JAX version and names an axis is refused as well.
+new in some JAX version and names an axis is refused as well. A kernel that moves bytes
+between devices by itself, or a callback to the host, is not seen.
 """
 
 from __future__ import annotations

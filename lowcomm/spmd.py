@@ -62,10 +62,9 @@ def _size_of(name: str) -> int:
 
 def worker_index(axis: Axis) -> jax.Array:
     """This worker's position along ``axis``, row-major over a tuple of axes."""
-    axis_size(axis)
     index = jnp.int32(0)
     for name in names(axis):
-        index = index * lax.axis_size(name) + lax.axis_index(name)
+        index = index * axis_size(name) + lax.axis_index(name)
     return index
 
 
@@ -79,9 +78,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 def tracks_variance(axis: Axis) -> bool:
     """Whether JAX records here which values vary over ``axis`` (``check_vma=True``)."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return all(
-        a in manual and a in varying_axes(lax.axis_index(a)) for a in names(axis)
-    )
+    tracked = lambda a: a in manual and a in varying_axes(lax.axis_index(a))
+    return all(map(tracked, names(axis)))
 
 
 def vary(tree: PyTree, axis: Axis) -> PyTree:
@@ -113,14 +111,10 @@ def check_uniform(x: Any, axis: Axis, what: str) -> None:
 
 def leaf_keys(seed: int, step: Any, leaf: int, axis: Axis) -> Keys:
     """The keys of leaf number ``leaf`` at ``step``; nothing is kept in state."""
-    shared, private = (
-        jax.random.fold_in(
-            jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), kind),
-            leaf,
-        )
-        for kind in (0, 1)
-    )
-    return Keys(shared, jax.random.fold_in(private, worker_index(axis)))
+    fold = jax.random.fold_in
+    at_step = fold(jax.random.key(seed), step)
+    shared, private = (fold(fold(at_step, kind), leaf) for kind in (0, 1))
+    return Keys(shared, fold(private, worker_index(axis)))
 
 
 def worker_mesh(n: int | None = None, *, axis: str = AXIS) -> Mesh:
@@ -157,7 +151,9 @@ def stack(tree: PyTree, n: int, *, mesh: Mesh | None = None, axis: Axis = AXIS):
         >>> stack({"w": jnp.zeros(3)}, 8)["w"].shape
         (8, 3)
     """
-    copies = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], n, 0), tree)
+    # Never weakly typed: no step returns such arrays, so the second would retrace.
+    copy = lambda x: jnp.repeat(jnp.asarray(x, jnp.asarray(x).dtype)[None], n, 0)
+    copies = jax.tree.map(copy, tree)
     return copies if mesh is None else place(copies, mesh, axis=axis)
 
 
@@ -202,6 +198,8 @@ def spread(
         raise ValueError(f"backend {backend!r}: choose 'vmap', 'shard_map' or 'pmap'.")
     if mesh is None and backend == "shard_map":
         raise ValueError("backend 'shard_map' needs mesh=, for instance worker_mesh().")
+    if backend == "pmap" and len(names(axis)) > 1:
+        raise ValueError(f"pmap has one axis, not {axis}: use a mesh of these axes.")
     if mesh is not None:
         missing = set(names(axis)) - set(mesh.axis_names)
         if missing:
@@ -240,32 +238,24 @@ def _split(args: tuple, in_axes: Any):
     """Leaves that are stacked, leaves that are shared, and the way back to ``args``."""
     leaves, treedef = jax.tree.flatten(args)
     prefix = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
-    kinds = jax.tree.leaves(
-        jax.tree.map(
-            lambda a, part: jax.tree.map(lambda _: "shared" if a is None else a, part),
-            tuple(prefix),
-            args,
-            is_leaf=lambda a: a is None,
-        )
-    )
-    for kind in kinds:
-        if kind != 0 and kind != "shared":
-            raise ValueError(
-                f"in_axes takes 0 (stacked) and None (shared), not {kind!r}."
-            )
-    fixed = {
-        i: x
-        for i, (kind, x) in enumerate(zip(kinds, leaves, strict=True))
-        if kind == "shared" and isinstance(x, bool | int | float)
-    }
+    mark = lambda a, part: jax.tree.map(lambda _: "shared" if a is None else a, part)
+    kinds = jax.tree.map(mark, tuple(prefix), args, is_leaf=lambda a: a is None)
+    kinds = jax.tree.leaves(kinds)
+    odd = [kind for kind in kinds if kind not in (0, "shared")]
+    if odd:
+        raise ValueError(f"in_axes takes 0 (stacked) and None (shared), not {odd[0]}.")
+    number = [
+        kind == "shared" and isinstance(x, bool | int | float)
+        for kind, x in zip(kinds, leaves, strict=True)
+    ]
     stacked = [x for kind, x in zip(kinds, leaves, strict=True) if kind == 0]
-    shared = [x for i, x in enumerate(leaves) if kinds[i] != 0 and i not in fixed]
+    shared = [x for i, x in enumerate(leaves) if kinds[i] != 0 and not number[i]]
 
     def rebuild(stacked, shared):
         here, there = iter(stacked), iter(shared)
-        order = enumerate(kinds)
         parts = [
-            fixed[i] if i in fixed else next((here, there)[k != 0]) for i, k in order
+            x if fixed else next(here if kind == 0 else there)
+            for x, fixed, kind in zip(leaves, number, kinds, strict=True)
         ]
         return jax.tree.unflatten(treedef, parts)
 
@@ -311,13 +301,20 @@ def _on_mesh(worker: Callable, mesh, axis: Axis) -> Callable:
         out = worker([x[0] for x in stacked], shared)
         return jax.tree.map(lambda y: vary(jnp.asarray(y)[None], axis), out)
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P(axis), P()),
         out_specs=P(axis),
         axis_names=set(names(axis)),
     )
+
+    def call(stacked, shared):
+        # A mesh that the user set for the context must not be another one.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return mapped(stacked, shared)
+
+    return call
 
 
 def _check(worker, sizes, axis, stacked, shared) -> Exception | None:
@@ -326,14 +323,10 @@ def _check(worker, sizes, axis, stacked, shared) -> Exception | None:
     Returns what else went wrong there, for instance a user's scan whose carry starts
     unmarked: the program itself may still be right under vmap.
     """
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype),
-        (stacked, shared),
-    )
+    shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype)
+    mapped = _on_mesh(worker, AbstractMesh(sizes, names(axis)), axis)
     try:
-        jax.eval_shape(
-            _on_mesh(worker, AbstractMesh(sizes, names(axis)), axis), *abstract
-        )
+        jax.eval_shape(mapped, *jax.tree.map(shape, (stacked, shared)))
     except NotUniform:
         raise
     except Exception as problem:  # reported by the caller if its own trace succeeds
@@ -345,7 +338,8 @@ def _run(worker, backend, mesh, axis, sizes, stacked, shared):
     """``worker`` on virtual workers or under pmap."""
     if backend == "pmap":
         devices = None if mesh is None else list(mesh.devices.flat)
-        mapped = jax.pmap(worker, axis_name=axis, in_axes=(0, None), devices=devices)
+        name = names(axis)[0]
+        mapped = jax.pmap(worker, axis_name=name, in_axes=(0, None), devices=devices)
         return mapped(stacked, shared)
     for name, size in reversed(list(zip(names(axis), sizes, strict=True))):
         worker = jax.vmap(worker, in_axes=(0, None), axis_name=name, axis_size=size)

@@ -106,16 +106,18 @@ def average(
         mean(axis) if exchange is None else exchange
     )
     when = every(1) if when is None else when
-    agree = realign(moments, inner, lambda tree: mean(axis).update(tree, ())[0])
+    together = lambda tree: mean(axis).update(tree, (), about="parameters")[0]
+    agree = realign(moments, inner, together)
 
     def init(params):
         params = movable(params)
-        return AverageState(
+        state = AverageState(
             inner.init(params),
             exchange.init(params),
             when.init(params),
             jnp.zeros((), jnp.int32),
         )
+        return vary(state, axis)
 
     def update(updates, state, params=None, *, step=None, **extra):
         whole, grads, params = enter(updates, params, step, axis)
@@ -189,7 +191,7 @@ def self_clocked(tx: Transformation, *, axis: Axis = AXIS) -> Talking:
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return SelfClockedState(jnp.zeros((), jnp.int32), tx.init(params))
+        return vary(SelfClockedState(jnp.zeros((), jnp.int32), tx.init(params)), axis)
 
     def update(updates, state, params=None, **extra):
         if "step" in extra:

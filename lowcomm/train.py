@@ -20,7 +20,7 @@ from .leaves import PyTree
 from .ledger import Traffic, traffic
 from .meter import meter
 from .spmd import AXIS, Axis, names, spread, stack, vary
-from .uniform import Clock, Question
+from .uniform import Question, known
 
 Loss = Callable[[PyTree, PyTree], Any]
 Batches = Callable[[int], PyTree] | Iterable[PyTree]
@@ -200,7 +200,8 @@ class _Compiled:
         self.workers, self.axis = workers, axis
 
         def worker(params, state, batch, now):
-            return step(params, state, batch, Clock(now, host, self.asked))
+            with known(now, host, self.asked):
+                return step(params, state, batch, now)
 
         self.worker = worker
         call = spread(meter(worker), axis=axis, in_axes=(0, 0, 0, None), **how)

@@ -57,15 +57,17 @@ def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
     Sends nothing.
 
     Raises:
-        ValueError: period < 1, offset outside [0, period), warmup < 0.
+        ValueError: period < 1 or not whole, offset outside [0, period), warmup < 0.
 
     Example:
         >>> when = every(3, warmup=2)
         >>> [when.fire((), step=t)[0] for t in range(6)]
         [True, True, True, False, False, True]
     """
-    if period < 1:
-        raise ValueError(f"period {period} is below 1: use every(1) to talk each step.")
+    if not (period >= 1 and period == int(period)):
+        raise ValueError(
+            f"period {period} must be a whole number of steps, at least 1 (each step)."
+        )
     if not 0 <= offset < period:
         raise ValueError(f"offset {offset} is outside [0, {period}), the period.")
     if warmup < 0:
@@ -100,7 +102,7 @@ def drift_exceeds(threshold: float) -> Trigger:
                 "drift_exceeds measures the displacement from an anchor, and only "
                 "rounds has one: use rounds, or change_exceeds with average."
             )
-        return _any_worker(~(_norm(drift) < threshold), axis), state
+        return _any_worker(_reaches(_norm(drift), threshold), axis), state
 
     return Trigger(lambda params: (), fire)
 
@@ -160,14 +162,14 @@ def change_exceeds(
     def fire(state, *, step=None, grads, axis: Axis = AXIS, **extra):
         uniform.now(step, axis)
         norms = jnp.roll(state.norms, 1).at[0].set(_norm(grads).astype(jnp.float32))
-        smoothed = jnp.dot(weights, norms) / jnp.sum(weights)
+        smoothed = jnp.sum(weights * norms) / jnp.sum(weights)
         was_full = state.seen >= window
         difference = jnp.abs(smoothed - state.smoothed)
         # A window of zeros: no change if it stays so, an infinite one if it does not.
         still = difference == 0
         change = jnp.where(still, 0.0, difference / jnp.where(still, 1, state.smoothed))
         change = jnp.where(was_full, change, 0.0)
-        wants = _any_worker(~(change < threshold), axis)
+        wants = _any_worker(_reaches(change, threshold), axis)
         warm = uniform.decide(lambda t: t < warmup, step)
         seen = jnp.minimum(state.seen + 1, window)
         state = vary(ChangeState(norms, smoothed, seen), axis)
@@ -212,6 +214,11 @@ def _either(a: Any, b: Any) -> Any:
     if a is False:
         return b
     return a if b is False else a | b
+
+
+def _reaches(measure: jax.Array, threshold: float) -> jax.Array:
+    """``measure >= threshold``, or NaN; nothing else reaches infinity."""
+    return ~(jnp.minimum(measure, jnp.finfo(measure.dtype).max) < threshold)
 
 
 def _any_worker(wants: jax.Array, axis: Axis) -> jax.Array:

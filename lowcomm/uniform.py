@@ -11,15 +11,16 @@ The step is an argument of every update, in one of three forms:
 
 - an int32 scalar, the same on all workers: decisions are conditionals in the program;
 - a Python integer: decisions are made at trace, and the program holds no conditional;
-- a ``Clock``, which is both: decisions are made at trace from ``host``, arithmetic
-  uses ``value``, and every question asked is noted, so that one program serves all
-  steps for which the answers are the same.
+- a traced scalar inside ``known(step, host, asked)``, which is both: decisions are made
+  at trace from ``host``, and each question asked is noted, so that one program serves
+  all steps for which the answers are the same.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,42 +38,36 @@ class Question(NamedTuple):
     answer: bool
 
 
-class Clock:
-    """A step known to the host (``host``) as well as to the device (``value``).
+class _Known(NamedTuple):
+    value: Any  # the traced step
+    host: int
+    lag: int  # by how much it is earlier than the present step
+    asked: list[Question]
 
-    In arithmetic it is its value. ``asked`` collects what was decided at trace.
+
+_KNOWN: contextvars.ContextVar[tuple[_Known, ...]] = contextvars.ContextVar(
+    "known", default=()
+)
+
+
+@contextlib.contextmanager
+def known(value: jax.Array, host: int, asked: list[Question]) -> Iterator[None]:
+    """Within, the host knows that the traced step ``value`` is ``host``.
+
+    What is decided about it is decided at trace and noted in ``asked``. It stays a
+    JAX array, so inner optimizers may do with their step what they like. Where it
+    passes through ``jit`` or ``scan`` it is another array, of which nothing is known:
+    then there is a conditional, and the program is right as well.
     """
-
-    def __init__(self, value: jax.Array, host: int, asked: list, lag: int = 0):
-        """Note questions about step ``host + lag`` in ``asked``."""
-        self.value, self.host, self.asked, self.lag = value, host, asked, lag
-
-    def __jax_array__(self) -> jax.Array:
-        """The traced value, for ``jax.numpy``."""
-        return jnp.asarray(self.value)
-
-    def ago(self, steps: int) -> Clock:
-        """This clock ``steps`` earlier, with the same notebook."""
-        return Clock(
-            self.value - steps, self.host - steps, self.asked, self.lag + steps
-        )
+    token = _KNOWN.set((*_KNOWN.get(), _Known(value, host, 0, asked)))
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
 
 
-def _delegate(name: str, *, swapped: bool = False) -> None:
-    compute = getattr(operator, name)
-
-    def method(self, other):
-        left, right = (other, self.value) if swapped else (self.value, other)
-        return compute(left, right)
-
-    setattr(Clock, f"__{'r' if swapped else ''}{name}__", method)
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
-    _delegate(_name)
-    _delegate(_name, swapped=True)
-for _name in ("lt", "le", "gt", "ge"):
-    _delegate(_name)
+def _recall(step: Any) -> _Known | None:
+    return next((k for k in reversed(_KNOWN.get()) if k.value is step), None)
 
 
 def now(step: Any, axis: Axis) -> Any:
@@ -81,8 +76,6 @@ def now(step: Any, axis: Axis) -> Any:
     Raises ``ValueError`` if it is missing, stacked or no integer, and ``NotUniform``
     if it differs between workers.
     """
-    if isinstance(step, Clock):
-        step = step.value
     if step is None:
         raise ValueError(
             "update needs step=, the number of the current step (an integer scalar, "
@@ -105,9 +98,10 @@ def decide(ask: Callable[[Any], Any], step: Any) -> Any:
 
     ``ask`` is arithmetic that works on Python integers and on arrays alike.
     """
-    if isinstance(step, Clock):
-        lag, answer = step.lag, bool(ask(step.host))
-        step.asked.append(Question(lambda t: bool(ask(t - lag)), answer))
+    clock = _recall(step)
+    if clock is not None:
+        lag, answer = clock.lag, bool(ask(clock.host))
+        clock.asked.append(Question(lambda t: bool(ask(t - lag)), answer))
         return answer
     if isinstance(step, int | np.integer):
         return bool(ask(int(step)))
@@ -116,7 +110,12 @@ def decide(ask: Callable[[Any], Any], step: Any) -> Any:
 
 def ago(step: Any, steps: int) -> Any:
     """``step − steps``, keeping what the host knows."""
-    return step.ago(steps) if isinstance(step, Clock) else step - steps
+    clock, earlier = _recall(step), step - steps
+    if clock is not None:
+        _, host, lag, asked = clock
+        earlier_clock = _Known(earlier, host - steps, lag + steps, asked)
+        _KNOWN.set((*_KNOWN.get(), earlier_clock))
+    return earlier
 
 
 def cond(pred: Any, yes: Callable, no: Callable, *operands: Any, axis: Axis) -> Any:

@@ -75,6 +75,11 @@ def jitted(compressor):
 
 
 @functools.cache
+def encoder(compressor):
+    return jax.jit(compressor.encode)
+
+
+@functools.cache
 def leaves_there_and_back(name):
     """Payloads and decoded arrays of every shape and type, compiled once."""
     c = CASES[name]
@@ -193,44 +198,36 @@ def test_only_declared_compressors_are_linear(name):
 
 
 @every_case
-def test_a_mesh_of_workers_computes_what_virtual_workers_do(name):
+def test_a_mesh_computes_what_virtual_workers_do_step_by_step_in_a_scan(name):
     c, xs = CASES[name], normal((4, 3, 8))
     mesh = Mesh(np.array(jax.devices()[:4]), ("workers",))
 
     def worker(x):
         w = jax.lax.axis_index("workers")
-        mine = Keys(jax.random.key(1), jax.random.fold_in(jax.random.key(2), w))
-        # Decoding what every worker sent, as an exchange does.
-        everyones = jax.lax.all_gather(c.encode(x, mine), "workers")
-        return jax.vmap(lambda payload: c.decode(payload, x, mine))(everyones)
+
+        def step(x, t):
+            mine = Keys(
+                jax.random.fold_in(jax.random.key(1), t),
+                jax.random.fold_in(jax.random.fold_in(jax.random.key(2), t), w),
+            )
+            # Decoding what every worker sent, as an exchange does.
+            everyones = jax.lax.all_gather(c.encode(x, mine), "workers")
+            return x, jax.vmap(lambda payload: c.decode(payload, x, mine))(everyones)
+
+        return jax.lax.scan(step, x, jnp.arange(2))[1]
 
     virtual = jax.jit(jax.vmap(worker, axis_name="workers"))(xs)
-    slices = jax.shard_map(
-        lambda x: worker(x[0])[None],
-        mesh=mesh,
-        in_specs=P("workers"),
-        out_specs=P("workers"),
-        check_vma=True,
+    one_slice = lambda x: worker(x[0])[None]
+    on_mesh = jax.shard_map(
+        one_slice, mesh=mesh, in_specs=P("workers"), out_specs=P("workers")
     )
+    decoded = np.asarray(jax.jit(on_mesh)(xs))
     # Sums and quotients may be vectorized differently: one ulp of the largest entry.
-    tolerance = 0 if name in SELECTIONS else 2**-23 * float(jnp.max(jnp.abs(xs)))
-    np.testing.assert_allclose(jax.jit(slices)(xs), virtual, rtol=0, atol=tolerance)
-
-
-@every_case
-def test_it_works_inside_a_scan(name):
-    c, x = CASES[name], normal(33)
-
-    def step(carry, t):
-        now = Keys(jax.random.fold_in(jax.random.key(1), t), jax.random.key(t))
-        return carry, there_and_back(c, carry, now)
-
-    _, inside = jax.lax.scan(step, x, jnp.arange(3))
-    for t in range(3):
-        now = Keys(jax.random.fold_in(jax.random.key(1), t), jax.random.key(t))
-        np.testing.assert_array_max_ulp(
-            np.asarray(inside[t]), np.asarray(jitted(c)(x, now)), maxulp=1
-        )
+    tolerance = 0 if name in SELECTIONS else 2**-23 * float(np.max(np.abs(xs)))
+    np.testing.assert_allclose(decoded, virtual, rtol=0, atol=tolerance)
+    assert np.all(decoded == decoded[:1])  # what one worker decodes, all decode
+    fresh = "random_k" in name or name in ("int8", "int8 blocks")
+    assert fresh != np.array_equal(decoded[:, 0], decoded[:, 1])
 
 
 @every_selection
@@ -239,9 +236,10 @@ def test_batched_selections_are_bitwise_the_single_ones(name):
     encode = jax.jit(jax.vmap(c.encode, in_axes=(0, None)))
     decode = jax.jit(jax.vmap(lambda p: c.decode(p, xs[0], keys())))
     payloads = encode(xs, keys())
-    single = [c.encode(x, keys()) for x in xs]
+    single = [encoder(c)(x, keys()) for x in xs]
     assert bits_of(payloads) == bits_of(jax.tree.map(lambda *p: jnp.stack(p), *single))
-    decoded = jnp.stack([c.decode(p, xs[0], keys()) for p in single])
+    alone = jax.jit(lambda p: c.decode(p, xs[0], keys()))
+    decoded = jnp.stack([alone(p) for p in single])
     assert bits_of(decode(payloads)) == bits_of(decoded)
 
 
@@ -337,11 +335,11 @@ def test_the_number_of_entries_is_the_nearest_to_the_fraction(fraction, n, k):
     assert payload_bytes(random_k(fraction), x) == 4 * k
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_exactly_k_entries_travel_on_ties_lowest_index_first(dtype):
-    x = jnp.full(40, -2.0, dtype).at[::2].set(2.0)
+    x = jnp.asarray(np.where(np.arange(40) % 2, -2.0, 2.0), dtype)
     for encode in (TENTH.encode, jax.jit(TENTH.encode)):
-        values, indices = encode(x, None)
+        values, indices = map(np.asarray, encode(x, None))
         assert indices.tolist() == [0, 1, 2, 3]
         assert values.tolist() == [2, -2, 2, -2]
     decoded = np.asarray(jitted(TENTH)(x, None), np.float32)
@@ -405,19 +403,16 @@ def blocks(n, k):
     return np.array([n // k + (j < n % k) for j in range(k)])
 
 
-def places(step=0, worker=0, n=23, fraction=0.3):
-    """The indices drawn, read off by sending the positions themselves."""
-    at = jnp.arange(n, dtype=jnp.float32)
-    return random_k(fraction).encode(at, keys(step, worker)).astype(int).tolist()
-
-
 def test_workers_draw_the_same_places_and_steps_draw_others():
-    assert places(step=3, worker=0) == places(step=3, worker=5)
-    assert len({tuple(places(step=t)) for t in range(20)}) == 20
+    # The positions themselves are sent, so that the payload says which were drawn.
+    at = np.arange(33, dtype=np.float32)
+    draw = lambda *who: tuple(encoder(CASES["random_k"])(at, keys(*who)).tolist())
+    assert draw(3, 0) == draw(3, 5)
+    assert len({draw(step, 0) for step in range(20)}) == 20
 
 
 @pytest.mark.parametrize(
-    ("n", "fraction"), [(1, 0.5), (7, 0.01), (23, 0.3), (40, 0.77), (40, 0.5)]
+    ("n", "fraction"), [(1, 0.5), (7, 0.01), (23, 0.3), (40, 0.77)]
 )
 def test_one_place_is_drawn_from_each_block(n, fraction):
     at = jnp.arange(n, dtype=jnp.float32)
@@ -480,12 +475,12 @@ def test_unbiased_random_k_is_right_on_average_also_in_unequal_blocks():
 
 
 def test_scaling_does_not_overflow_half_precision_on_the_way():
-    x = jnp.full(64, 30000.0, jnp.float16)
-    c = random_k(0.25, unbiased=True)
-    payload = c.encode(x, keys())
+    x = np.full(64, 30000.0, np.float16)
+    c, like = random_k(0.25, unbiased=True), jax.ShapeDtypeStruct((64,), jnp.float32)
+    payload = encoder(c)(x, keys())
     assert np.all(np.asarray(payload) == 30000)
-    wide = c.decode(payload, jax.ShapeDtypeStruct(x.shape, jnp.float32), keys())
-    assert set(np.asarray(wide).tolist()) == {0.0, 120000.0}
+    wide = jax.jit(lambda payload, keys: c.decode(payload, like, keys))(payload, keys())
+    assert set(wide.tolist()) == {0.0, 120000.0}
 
 
 # Sign
@@ -589,7 +584,7 @@ def test_zeros_and_the_largest_entries_come_back_exactly_whatever_the_noise(
 ):
     # The largest entries sit on the outermost codes: rounding up there would wrap.
     c = quantize(bits, block=block)
-    draws = jax.random.split(jax.random.key(0), 2000)
+    draws = jax.random.split(jax.random.key(0), 1000)
 
     def run(x, key):
         payload = c.encode(x, Keys(None, key))
@@ -609,20 +604,21 @@ def test_zeros_and_the_largest_entries_come_back_exactly_whatever_the_noise(
 def test_quantizing_what_is_on_the_grid_already_changes_nothing():
     for bits, block in GRIDS:
         c = quantize(bits, block=block, stochastic=False)
-        payload = c.encode(normal(41), None)
-        again = c.encode(c.decode(payload, normal(41), None), None)
+        payload = encoder(c)(normal(41), None)
+        again = encoder(c)(jitted(c)(normal(41), None), None)
         assert bits_of(again) == bits_of(payload)
 
 
 def test_private_keys_make_the_noise_differ_between_workers():
     x = normal(64)
-    codes = [quantize().encode(x, keys(worker=w))[0].tolist() for w in (0, 0, 1)]
+    encode = encoder(CASES["int8"])
+    codes = [encode(x, keys(worker=w))[0].tolist() for w in (0, 0, 1)]
     assert codes[0] == codes[1] != codes[2]
 
 
 def test_a_short_last_block_has_the_scale_of_its_own_elements():
-    x = jnp.concatenate([jnp.full(8, 5.0), jnp.array([1e-20, -2e-20])])
-    codes, scales = quantize(block=8, stochastic=False).encode(x, None)
+    x = np.float32([5.0] * 8 + [1e-20, -2e-20])
+    codes, scales = encoder(quantize(block=8, stochastic=False))(x, None)
     np.testing.assert_array_equal(scales, np.float32([5.0, 2e-20]))
     assert codes.shape == (10,)
     assert codes[8:].tolist() == [64, -127]

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from lowcomm.hlo import compiled_traffic
 from lowcomm.ledger import Row, Traffic, traffic
 from lowcomm.meter import meter
-from lowcomm.spmd import AXIS, vary
+from lowcomm.spmd import AXIS, spread, vary
 
 K, N = 8, 6
 BYTES = 4 * N
@@ -228,8 +228,11 @@ def test_the_meter_agrees_with_the_ledger_and_leaves_the_outputs(name, backend):
         "checked mesh": functools.partial(on_mesh, check_vma=True),
         "unchecked mesh": functools.partial(on_mesh, check_vma=False),
     }[backend]
-    plain = jax.jit(run(fn))(stacked())
-    out, counts = jax.jit(run(meter(fn)))(stacked())
+    if name == "lonely" and backend == "vmap":
+        pytest.skip("under vmap JAX takes only whole permutations")
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 3, (K, N)), jnp.float32)
+    plain = jax.jit(run(fn))(x)
+    out, counts = jax.jit(run(meter(fn)))(x)
     np.testing.assert_array_equal(out, plain)
     assert out.dtype == plain.dtype
     assert counts.shape == (K, len(sent.rows))
@@ -332,6 +335,35 @@ def test_a_while_is_open_in_the_compiled_program_too():
     assert found.census() == traffic(until_quiet, stacked()[0], workers=K).census()
 
 
+def test_virtual_workers_that_disagree_are_counted_for_what_each_asked():
+    fn = lambda x: lax.cond(x[0] > 3, pmean, lambda x: x, x)
+    _, counts = virtual(meter(fn))(jnp.zeros((K, N)).at[2, 0].set(4.0))
+    assert counts[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("backend", ["vmap", "shard_map", "pmap"])
+def test_the_meter_goes_inside_spread(backend):
+    fn = lambda x, step: lax.cond(step % 2 == 0, pmean, lambda x: x, x)
+    mesh = None if backend == "vmap" else mesh_of(K)
+    run = jax.jit(spread(meter(fn), mesh=mesh, backend=backend, in_axes=(0, None)))
+    counts = [run(stacked(), jnp.int32(step))[1][0] for step in range(4)]
+    assert [count.tolist() for count in counts] == [[1], [0], [1], [0]]
+
+
+@pytest.mark.parametrize("run", [virtual, on_mesh])
+def test_constants_keep_their_types_through_the_meter(run):
+    def fn(x):
+        talk = lambda x: (pmean(x), 1, jnp.float32(2))
+        x, chosen, weight = lax.cond(loudest(x) > 3, talk, lambda x: (x, 0, weight_), x)
+        return {"x": x, "chosen": chosen, "weight": weight, "none": None, "three": 3}
+
+    weight_ = np.float32(5)
+    plain = jax.eval_shape(run(fn), stacked())
+    out, _ = jax.eval_shape(run(meter(fn)), stacked())
+    kinds = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), tree)
+    assert kinds(out) == kinds(plain)
+
+
 def test_the_meter_composes_with_donation():
     step = jax.jit(virtual(meter(PROGRAMS["cond in scan"][0])), donate_argnums=0)
     x, total = stacked(), 0
@@ -372,6 +404,13 @@ def test_a_repeated_collective_is_marked_and_its_twin_in_a_branch_is_not():
     assert not any(row.repeats for row in sent.rows)
     ring_of_two = lambda x: sum(lax.ppermute(x, AXIS, [(0, 1), (1, 0)]) for _ in "lr")
     assert traffic(ring_of_two, stacked()[0], workers=2).merged().bytes_max == BYTES
+
+
+def test_xla_takes_out_of_a_loop_what_is_the_same_in_every_turn():
+    fn = lambda x: lax.fori_loop(0, 7, lambda i, c: pmean(x) * 2 + c, x)
+    assert traffic(fn, stacked()[0], workers=K).bytes_always == 7 * BYTES
+    compiled = jax.jit(on_mesh(fn)).lower(stacked()).compile()
+    assert compiled_traffic(compiled, mesh=mesh_of(K)).bytes_always == BYTES
 
 
 def test_two_axes_are_told_apart_and_one_of_size_one_is_not_crossed():

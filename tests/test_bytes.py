@@ -1,0 +1,169 @@
+"""Every method sends exactly the bytes it says, by four readers.
+
+The formula of the parts, the jaxpr, the compiled program and the meter of a run. The
+networks' interface counters are the fifth reader and belong to runs on real links.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowcomm as lc
+from experiments.catalogue import CATALOGUE, Sent, Setting
+from tests.problems import (
+    PERIOD,
+    STEPS,
+    K,
+    begin,
+    method,
+    squares,
+    start,
+    stepper,
+    targets,
+)
+
+every_method = pytest.mark.parametrize("name", list(CATALOGUE))
+SETTING = Setting(K, STEPS, 0.5, PERIOD, fraction=0.25, threshold=0.125, window=2)
+
+
+def formula(name: str, setting: Setting = SETTING) -> Sent:
+    return CATALOGUE[name].sent(start(), setting)
+
+
+def read(name: str, t=None, workers: int = K) -> lc.Traffic:
+    """The traffic of one worker's step, at a known or an unknown step."""
+    tx = method(name, workers=workers)
+    params, target = jax.tree.map(lambda x: x[0], (lc.stack(start(), K), targets()))
+    worker = lc.local_step(squares, tx)
+    step = np.int32(0) if t is None else t
+    return lc.traffic(worker, params, tx.init(params), target, step, workers=workers)
+
+
+def fires(name: str) -> np.ndarray:
+    """On which of the steps the method talks, from its rule or, measured, its state."""
+    t = np.arange(STEPS)
+    if name == "post_local_sgd":
+        return (t < STEPS // 4) | ((t + 1) % PERIOD == 0)
+    if CATALOGUE[name].syncs == "period":
+        return (t + 1) % PERIOD == 0
+    if CATALOGUE[name].syncs == "every step":
+        return t >= 0
+    tx, carry, talked = method(name), begin(method(name)), []
+    step = jax.jit(stepper(tx))
+    for t in range(STEPS):
+        carry = step(carry, targets(), jnp.int32(t))
+        talked.append(bool((carry.state.since == 0).all()))
+    return np.array(talked)
+
+
+@every_method
+def test_the_jaxpr_sends_what_the_formula_says(name):
+    assert read(name).bytes_max == sum(formula(name))
+
+
+@every_method
+def test_the_compiled_program_sends_what_the_jaxpr_says(name):
+    tx, mesh = method(name), lc.worker_mesh(K)
+    carry = begin(tx, backend="shard_map")
+    step = jax.jit(stepper(tx, backend="shard_map"))
+    compiled = step.lower(carry, targets(), jnp.int32(0)).compile()
+    sent = lc.compiled_traffic(compiled, mesh=mesh)
+    assert sent.census() == read(name).merged().widened().census()
+
+
+@every_method
+@pytest.mark.parametrize("backend", ["vmap", "shard_map"])
+def test_a_run_sends_what_the_formula_says(name, backend):
+    mesh = None if backend == "vmap" else lc.worker_mesh(K)
+    run = lc.fit(
+        squares,
+        method(name),
+        start(),
+        lambda t: targets(),
+        steps=STEPS,
+        workers=K,
+        mesh=mesh,
+    )
+    talks, sent = fires(name), formula(name)
+    # fit knows the step, so a warm-up step syncs without asking anybody.
+    asks = np.arange(STEPS) >= (SETTING.window if name == "selsync" else 0)
+    assert run.payload.tolist() == (sent.always * asks + sent.sync * talks).tolist()
+    assert talks.any()
+
+
+@every_method
+def test_a_metered_scan_counts_what_happened(name):
+    tx = method(name)
+    worker = lc.local_step(squares, tx)
+
+    def whole(params, target):
+        def body(carry, t):
+            return worker(*carry, target, t)[:2], None
+
+        carry = params, tx.init(params)
+        return jax.lax.scan(body, carry, jnp.arange(STEPS))[0]
+
+    metered = jax.jit(lc.spread(lc.meter(whole)))
+    _, counts = metered(lc.stack(start(), K), targets())
+    params, target = jax.tree.map(lambda x: x[0], (lc.stack(start(), K), targets()))
+    sent = lc.traffic(whole, params, target, workers=K)
+    expected = STEPS * formula(name).always + fires(name).sum() * formula(name).sync
+    assert [sent.bytes(c) for c in np.asarray(counts)] == [expected] * K
+
+
+@every_method
+def test_one_worker_sends_nothing(name):
+    assert read(name, workers=1).bytes_max == 0
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, m in CATALOGUE.items() if m.syncs == "period"]
+)
+def test_between_syncs_the_program_holds_no_collective(name):
+    silent, syncs = read(name, PERIOD), read(name, PERIOD - 1)
+    assert silent.rows == ()
+    assert syncs.bytes_always == formula(name).sync
+    mesh, tx = lc.worker_mesh(K), method(name)
+    carry = begin(tx, backend="shard_map")
+    step = stepper(tx, backend="shard_map")
+    quiet = jax.jit(lambda c, x: step(c, x, PERIOD)).lower(carry, targets()).compile()
+    assert lc.compiled_traffic(quiet, mesh=mesh).rows == ()
+
+
+def test_a_measured_trigger_sends_four_bytes_between_syncs():
+    assert read("selsync").bytes_always == formula("selsync").always == 4
+
+
+def test_with_an_unknown_step_the_taken_branch_is_silent():
+    sent = read("local_sgd")
+    assert sent.bytes_always == 0
+    assert {row.guard for row in sent.rows} == {sent.rows[0].guard}
+    assert sent.bytes_max == formula("local_sgd").sync
+
+
+@pytest.mark.parametrize("clocked", [False, True])
+def test_a_self_clocked_step_sends_one_counter_more(clocked):
+    tx = lc.local_sgd(optax.sgd(0.5), period=PERIOD)
+    tx = lc.self_clocked(tx) if clocked else tx
+    more = {} if clocked else {"step": np.int32(0)}
+    update = lambda g: tx.update(g, tx.init(g), g, **more)[0]
+    assert lc.traffic(update, np.ones(3, np.float32), workers=K).bytes_always == (
+        4 if clocked else 0
+    )
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "selsync", "diloco", "slowmo"])
+def test_state_is_no_more_than_declared(name):
+    inner = optax.sgd(0.5, momentum=0.5)
+    state = jax.eval_shape(method(name, inner=inner).init, start())
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    one = size(start())
+    # local_sgd: the momentum, and the int32 count since the last sync.
+    # selsync: in addition two norms, their mean and how many there are.
+    # diloco, slowmo: momentum, anchor and outer buffer, the count and one flag.
+    declared = {"local_sgd": one + 4, "selsync": one + 4 + 16}
+    assert size(state) == declared.get(name, 3 * one + 4 + 1)

@@ -1,0 +1,209 @@
+"""The α–β model: what each collective costs, and how a program's rows add up."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from lowcomm.ledger import Row, Traffic, traffic
+from lowcomm.network import Link, collective_seconds, seconds
+from lowcomm.spmd import AXIS
+
+LINK = Link(8e6, 0.001)  # a megabyte a second, a millisecond
+EVERY = [
+    "all_reduce",
+    "reduce_scatter",
+    "all_to_all",
+    "all_gather",
+    "broadcast",
+    "permute",
+    "send",
+]
+
+
+def sent(*rows):
+    return Traffic(tuple(rows))
+
+
+@pytest.mark.parametrize("collective", EVERY)
+def test_one_worker_pays_nothing(collective):
+    assert collective_seconds(collective, 10**9, workers=1, link=LINK) == 0
+
+
+def ring(workers, nbytes, link):
+    """Seconds of a ring all-reduce, simulated step by step."""
+    clock, chunk = 0.0, nbytes / workers
+    for _ in range(2):  # reduce-scatter, then all-gather
+        for _ in range(workers - 1):
+            clock += link.latency + 8 * chunk / link.bandwidth
+    return clock
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 64])
+def test_an_all_reduce_costs_what_its_ring_takes_step_by_step(workers):
+    assert collective_seconds(
+        "all_reduce", 999, workers=workers, link=LINK
+    ) == pytest.approx(ring(workers, 999, LINK))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_of_the_parts(workers):
+    cost = lambda kind, n: collective_seconds(kind, n, workers=workers, link=LINK)
+    assert cost("all_reduce", 800) == pytest.approx(
+        cost("reduce_scatter", 800) + cost("all_gather", 800 / workers)
+    )
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_an_all_gather_is_as_many_permutes_as_there_are_others(workers):
+    cost = lambda kind: collective_seconds(kind, 800, workers=workers, link=LINK)
+    assert cost("all_gather") == pytest.approx((workers - 1) * cost("permute"))
+
+
+@pytest.mark.parametrize("collective", EVERY)
+def test_costs_grow_with_bytes_and_latency_and_shrink_with_bandwidth(collective):
+    cost = lambda n, link: collective_seconds(collective, n, workers=4, link=link)
+    assert cost(1000, LINK) < cost(2000, LINK)
+    assert cost(1000, LINK) < cost(1000, Link(8e6, 0.002))
+    assert cost(1000, LINK) > cost(1000, Link(16e6, 0.001))
+
+
+def test_seconds_are_compute_plus_every_call():
+    twice = sent(Row("permute", AXIS, "float32", 1000, 2), Row("send", AXIS, "int8", 0))
+    assert seconds(twice, LINK, 4, compute=5.0) == pytest.approx(5 + 2 * 0.002 + 0.001)
+    assert seconds(sent(), LINK, 4, compute=5.0) == 5.0
+    assert seconds(twice, LINK, 1, compute=5.0) == 5.0
+
+
+def fires_sometimes(x):
+    fire = lax.pmax(x, AXIS) > 1
+    talk = lambda x: lax.pmean(x, AXIS)
+    return lax.cond(fire, talk, lambda x: lax.ppermute(x, AXIS, [(0, 1), (1, 0)]), x)
+
+
+def test_without_counts_each_conditional_takes_its_dearest_branch():
+    program = traffic(fires_sometimes, jnp.float32(0), workers=2)
+    reduce = collective_seconds("all_reduce", 4, workers=2, link=LINK)
+    assert seconds(program, LINK, 2) == pytest.approx(2 * reduce)
+
+
+def test_the_dearest_branch_is_the_one_of_most_seconds_not_of_most_bytes():
+    many = [Row("permute", AXIS, "int8", 1, 1, ((1, 0),)) for _ in range(9)]
+    one = Row("permute", AXIS, "int8", 100, 1, ((1, 1),))
+    program = sent(*many, one)
+    assert program.bytes_max == 100
+    assert seconds(program, LINK, 2) == pytest.approx(9 * 0.001 + 9 / 1e6)
+
+
+def test_with_counts_the_price_is_of_what_happened():
+    program = traffic(fires_sometimes, jnp.float32(0), workers=2)
+    kinds = [row.collective for row in program.rows]
+    assert kinds == ["all_reduce", "permute", "all_reduce"]
+    reduce = collective_seconds("all_reduce", 4, workers=2, link=LINK)
+    permute = collective_seconds("permute", 4, workers=2, link=LINK)
+    run = seconds(program, LINK, 2, compute=1.0, counts=np.array([10, 7, 3]))
+    assert run == pytest.approx(1 + 13 * reduce + 7 * permute)
+
+
+def test_a_while_needs_counts():
+    program = sent(Row("permute", AXIS, "int8", 1000, None))
+    with pytest.raises(ValueError, match="meter"):
+        seconds(program, LINK, 2)
+    assert seconds(program, LINK, 2, counts=[3]) == pytest.approx(0.006)
+
+
+def test_every_axis_has_its_own_link_and_the_slowest_sets_the_pace():
+    fast, slow = Link(8e9, 0.0), Link(8e6, 0.01)
+    links, sizes = {"chip": fast, "site": slow}, {"chip": 4, "site": 2}
+    row = lambda axis: sent(Row("all_gather", axis, "int8", 1000))
+    cost = lambda axis: seconds(row(axis), links, sizes)
+    assert cost("chip") == pytest.approx(3 * 1e-6)
+    assert cost("site") == pytest.approx(0.001 + 0.01)
+    assert cost(("site", "chip")) == pytest.approx(7 * (0.001 + 0.01))
+
+
+def test_an_axis_without_link_or_size_is_an_error_by_name():
+    program = sent(Row("permute", "site", "int8", 1), Row("permute", "chip", "int8", 1))
+    with pytest.raises(ValueError, match="no link is given for it"):
+        seconds(program, {"chip": LINK}, {"chip": 2, "site": 2})
+    with pytest.raises(ValueError, match="no size is given for it"):
+        seconds(program, LINK, {"chip": 2})
+    with pytest.raises(ValueError, match="is one size"):
+        seconds(program, LINK, 4)
+
+
+def test_a_collective_of_one_member_needs_neither_link_nor_size():
+    alone = sent(Row("all_reduce", (), "float32", 100, 0))
+    assert seconds(alone, {}, {}) == 0
+    assert seconds(alone, LINK, 8) == 0
+
+
+def test_an_unknown_collective_is_an_error_by_name():
+    with pytest.raises(ValueError, match="gossip"):
+        collective_seconds("gossip", 1, workers=2, link=LINK)
+    with pytest.raises(ValueError, match="workers=0"):
+        collective_seconds("permute", 1, workers=0, link=LINK)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("1bit", 1),
+        ("10kbit", 1e4),
+        ("100Mbit", 1e8),
+        ("100mbit", 1e8),
+        (" 2.5 Gbit ", 2.5e9),
+        ("1e3Tbit", 1e15),
+    ],
+)
+def test_bandwidths_are_parsed(text, bits):
+    assert Link.parse(text) == Link(bits, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("20ms", 0.02), ("3s", 3), ("250us", 250e-6), ("250 µs", 250e-6), ("5ns", 5e-9)],
+)
+def test_latencies_are_parsed(text, value):
+    assert Link.parse("1Gbit", text).latency == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "100", "100MB", "100Mbps", "Mbit", "-1Mbit", "1.2.3Mbit"]
+)
+def test_a_bandwidth_in_other_words_is_refused_with_the_right_ones(text):
+    with pytest.raises(ValueError, match=r"bandwidth .* Mbit"):
+        Link.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "20", "20min", "-1ms", "ms", "1,5ms"])
+def test_a_latency_in_other_words_is_refused_with_the_right_ones(text):
+    with pytest.raises(ValueError, match=r"latency .* ms"):
+        Link.parse("1Gbit", text)
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0, 0), (-1, 0), (math.nan, 0)])
+def test_a_link_needs_a_positive_bandwidth(bandwidth, latency):
+    with pytest.raises(ValueError, match="bandwidth="):
+        Link(bandwidth, latency)
+
+
+@pytest.mark.parametrize("latency", [-1e-9, math.inf, math.nan])
+def test_a_link_needs_a_finite_latency(latency):
+    with pytest.raises(ValueError, match="latency="):
+        Link(1.0, latency)
+
+
+def test_an_infinite_bandwidth_leaves_latency_alone():
+    link = Link(math.inf, 0.01)
+    assert collective_seconds("permute", 1 << 40, workers=2, link=link) == 0.01
+
+
+def test_a_mean_of_compiled_size_is_priced_like_its_row():
+    shape = jax.ShapeDtypeStruct((1_000_000,), jnp.float32)
+    program = traffic(lambda x: lax.pmean(x, AXIS), shape, workers=8)
+    cost = collective_seconds("all_reduce", 4_000_000, workers=8, link=LINK)
+    assert seconds(program, LINK, 8) == cost
