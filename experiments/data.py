@@ -102,6 +102,20 @@ def held_out_split(
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
+def tuning_split(dataset: Dataset, *, fraction: float = 0.2, seed: int = 1) -> Dataset:
+    """Part of the training examples held out in the place of the held-out ones.
+
+    What is chosen by it, such as a learning rate, has not seen the examples that a
+    comparison is judged by. The normalization is left as it is.
+    """
+    train, held_out = held_out_split(dataset.train.labels, fraction=fraction, seed=seed)
+    parts = (
+        Batch(dataset.train.inputs[rows], dataset.train.labels[rows])
+        for rows in (train, held_out)
+    )
+    return Dataset(dataset.name, next(parts), next(parts), dataset.classes)
+
+
 def read_idx(path: Path) -> np.ndarray:
     """Read a gzipped idx file: two zeros, a type, a rank, the sizes, then the numbers.
 

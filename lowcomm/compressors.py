@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .spmd import Keys
+from .keys import Keys
 
 
 class Compressor(NamedTuple):

@@ -25,6 +25,7 @@ from jax import lax
 from . import uniform
 from .compressors import Compressor
 from .exchange import Exchange, admit, reduce_mean
+from .keys import Keys, leaf_keys
 from .leaves import (
     PyTree,
     check_same_leaves,
@@ -35,7 +36,7 @@ from .leaves import (
     takes_part,
     zeros,
 )
-from .spmd import AXIS, Axis, Keys, axis_size, leaf_keys, names, vary
+from .spmd import AXIS, Axis, axis_size, names, vary
 
 
 class ErrorFeedbackState(NamedTuple):

@@ -1,4 +1,4 @@
-"""One worker's code, run as K workers: axes, variance, keys and ``spread``.
+"""One worker's code, run as K workers: axes, variance and ``spread``.
 
 A worker is a pure function of its own arrays and a named axis. ``spread`` runs it on
 trees whose leaves are stacked along a leading axis, ``[K, …]``: as virtual workers
@@ -13,13 +13,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+)
 
 AXIS = "workers"
 Axis = str | tuple[str, ...]
@@ -28,13 +34,6 @@ PyTree = Any
 
 class NotUniform(ValueError):
     """A value that must be equal on all workers differs between them."""
-
-
-class Keys(NamedTuple):
-    """Randomness of one leaf at one step."""
-
-    shared: jax.Array  # equal on all workers
-    private: jax.Array  # another one on each worker
 
 
 def names(axis: Axis) -> tuple[str, ...]:
@@ -107,14 +106,6 @@ def check_uniform(x: Any, axis: Axis, what: str) -> None:
             "wait forever. Derive it from the step (passed with in_axes=None, not "
             "stacked), or reduce it over the axis first, for instance with lax.pmax."
         )
-
-
-def leaf_keys(seed: int, step: Any, leaf: int, axis: Axis) -> Keys:
-    """The keys of leaf number ``leaf`` at ``step``; nothing is kept in state."""
-    fold = jax.random.fold_in
-    at_step = fold(jax.random.key(seed), step)
-    shared, private = (fold(fold(at_step, kind), leaf) for kind in (0, 1))
-    return Keys(shared, fold(private, worker_index(axis)))
 
 
 def worker_mesh(n: int | None = None, *, axis: str = AXIS) -> Mesh:
@@ -324,7 +315,9 @@ def _check(worker, sizes, axis, stacked, shared) -> Exception | None:
     unmarked: the program itself may still be right under vmap.
     """
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype)
-    mapped = _on_mesh(worker, AbstractMesh(sizes, names(axis)), axis)
+    automatic = (AxisType.Auto,) * len(sizes)  # not the default in every version
+    mesh = AbstractMesh(sizes, names(axis), axis_types=automatic)
+    mapped = _on_mesh(worker, mesh, axis)
     try:
         jax.eval_shape(mapped, *jax.tree.map(shape, (stacked, shared)))
     except NotUniform:

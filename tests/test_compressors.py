@@ -18,7 +18,7 @@ from lowcomm.compressors import (
     sign,
     top_k,
 )
-from lowcomm.spmd import Keys
+from lowcomm.keys import Keys
 
 CASES = {
     "top_k": top_k(0.3),

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from lowcomm import spmd, uniform
+from lowcomm.keys import leaf_keys
 from lowcomm.spmd import AXIS, NotUniform, spread, stack, worker_mesh
 
 BACKENDS = ("vmap", "shard_map", "pmap")
@@ -395,8 +396,8 @@ def test_spread_may_donate_its_arguments(backend):
 
 def test_keys_are_shared_or_private_and_differ_by_seed_step_and_leaf():
     def worker(i):
-        keys = [spmd.leaf_keys(*of, AXIS) for of in ((0, 0, 0), (1, 0, 0), (0, 1, 0))]
-        keys.append(spmd.leaf_keys(0, 0, 1, AXIS))
+        keys = [leaf_keys(*of, AXIS) for of in ((0, 0, 0), (1, 0, 0), (0, 1, 0))]
+        keys.append(leaf_keys(0, 0, 1, AXIS))
         data = lambda key: jax.random.key_data(key)
         shared = jnp.stack([data(k.shared) for k in keys])
         return shared, jnp.stack([data(k.private) for k in keys])

@@ -1,0 +1,1 @@
+"""Timings and memory, in paired runs; never part of the tests."""
