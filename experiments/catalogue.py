@@ -26,7 +26,7 @@ class Setting(NamedTuple):
     learning_rate: optax.ScalarOrSchedule
     period: int
     fraction: float = 0.01
-    threshold: float = 0.05
+    threshold: float = 0.07
     window: int = 25
 
 
@@ -57,7 +57,7 @@ class Method:
     wrap: Callable[[Any, Setting], optax.GradientTransformationExtraArgs]
     sent: Callable[[Any, Setting], Sent]
     learning_rate: float
-    period: int = 16
+    period: int = 8
     syncs: str = "every step"
     exact: int = 8
     bitwise: bool = True

@@ -86,11 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             names, where = _checked(settings)
             run = stack.enter_context(records.open_run(folder))
+            tasks = [_task(settings, seed) for seed in range(settings.seeds)]
         except (ValueError, OSError) as problem:
             errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
             return 2
         try:
-            results = compare(settings, names, where, run, console)
+            results = compare(settings, names, tasks, where, run, console)
         except KeyboardInterrupt:
             errors.print(f"stopped; {folder} keeps what was written", soft_wrap=True)
             return 130
@@ -104,13 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compare(
     settings: Settings,
     names: Sequence[str],
+    tasks: Sequence[Task],
     where: Where,
     run: records.RunFolder,
     console: Console,
 ) -> dict[str, Any]:
-    """Train every method with every seed; what goes into ``results.json``."""
-    seeds = range(settings.seeds)
-    tasks = [_task(settings, seed) for seed in seeds]
+    """Train every method on the task of every seed; what goes into the results."""
+    seeds = range(len(tasks))
     stamp = {"event": "start", "settings": settings, "versions": records.versions()}
     records.append(run, stamp)
     points = min(settings.evaluations, settings.steps) + 1

@@ -65,8 +65,7 @@ def measure(
     due = set(points.tolist())
     found: list[dict[str, float]] = []
     took: list[float] = []
-    worker = lambda state, params: lc.consensus(state, params)
-    consensus = jax.jit(lc.spread(worker, mesh=where.mesh, backend=where.backend))
+    consensus = jax.jit(lc.spread(lc.consensus, mesh=where.mesh, backend=where.backend))
 
     def evaluate(step: int, params: Any, training_loss: float | None) -> None:
         found.append(task.evaluate(params))
@@ -104,8 +103,8 @@ def measure(
         metrics = _columns(found, len(points))
         return Measurement(points, metrics, unknown, unknown, 0, np.nan, str(failure))
     # The first step of every program waits for its compilation.
-    compiled = sorted(took)[: max(1, len(took) - len(run.programs))]
-    step_seconds = float(np.mean(compiled))
+    warm = sorted(took)[: max(1, len(took) - len(run.programs))]
+    step_seconds = float(np.mean(warm))
     compute = step_seconds if where.compute is None else where.compute
     return Measurement(
         steps=points,

@@ -35,11 +35,13 @@ class RunFolder(NamedTuple):
 def open_run(folder: Path | str) -> Iterator[RunFolder]:
     """Claim ``folder`` for one run, making it where it is missing.
 
-    Raises ``FileExistsError`` where it holds another run, whole or broken off.
+    A run that recorded nothing leaves nothing, so that it may be tried again. Raises
+    ``FileExistsError`` where the folder holds another run, whole or broken off.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; choose a folder for the output")
+    made = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     refusal = (
         f"{path} already holds another run; choose another output folder, or delete "
@@ -53,7 +55,13 @@ def open_run(folder: Path | str) -> Iterator[RunFolder]:
     except FileExistsError:
         raise FileExistsError(refusal) from None
     with open(path / LOG, "a", encoding="utf-8") as log:
-        yield RunFolder(path, log)
+        try:
+            yield RunFolder(path, log)
+        finally:
+            if not log.tell():
+                (path / LOG).unlink()
+                if made and not any(path.iterdir()):
+                    path.rmdir()
 
 
 def append(run: RunFolder, record: Mapping[str, Any]) -> None:

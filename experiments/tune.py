@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lambda rate, name=name: _losses(settings, tasks, name, rate),
                 settings.rates,
             )
-            entry["settings"] = settings
+            entry["settings"] = {**asdict(settings), "algorithms": name}
+            del entry["settings"]["out"]
             _record(settings.out, name, entry)
             console.print(f"{name}: {entry['learning_rate']:g}")
     console.print(table(json.loads(settings.out.read_text())["methods"]))

@@ -235,7 +235,8 @@ def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
     ``optax.apply_updates`` may miss the anchor by a rounding of the sum. Leaf by leaf,
     where the outermost ``rounds`` (with pull 1) adopted its anchor in this very
     update, this returns the anchor, so all workers hold the same bits. Integer,
-    boolean and key leaves stay what they are.
+    boolean and key leaves stay what they are. For one worker's trees, inside
+    ``spread``, and for stacked ones outside.
 
     Raises:
         ValueError: if something other than ``optax.partition``, ``optax.masked``,
@@ -254,6 +255,8 @@ def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
         if path not in owned:
             return moved
         synced, a = owned[path]
+        if jnp.ndim(synced):  # one for each worker of a stacked tree
+            synced = jnp.expand_dims(synced, tuple(range(1, jnp.ndim(p))))
         return jnp.where(synced, a.astype(p.dtype), moved)
 
     return jax.tree_util.tree_map_with_path(apply, params, updates)

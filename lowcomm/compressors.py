@@ -62,7 +62,8 @@ def payload_bytes(compressor: Compressor, like: Any) -> int:
     """The bytes one worker sends for ``like``, without running anything.
 
     ``like`` is an array, a ``jax.ShapeDtypeStruct`` or a tree of them, of which the
-    floating-point and complex leaves travel. A statistic counts.
+    floating-point and complex leaves travel. A statistic counts. What a linear
+    compressor sends is summed on the way, in float32 for half-precision leaves.
 
     Example:
         >>> weights = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32), "step": 3}
@@ -73,6 +74,8 @@ def payload_bytes(compressor: Compressor, like: Any) -> int:
     """
 
     def travels(x):
+        if compressor.linear:
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         keys = Keys(jax.random.key(0), jax.random.key(0))
         agreed = None if compressor.statistic is None else compressor.statistic(x)
         return compressor.encode(x, keys, agreed), agreed

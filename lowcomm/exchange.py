@@ -93,7 +93,8 @@ def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
             f"the gradients are equal along axis {axis!r} before any exchange: JAX "
             "already summed them, because the parameters are declared replicated. "
             "Mark them with lowcomm.spmd.vary(params, axis) before differentiating, "
-            "as local_step does, or stack them and use spread."
+            "as local_step does, or stack them and use spread. (Constants that are not "
+            "gradients need the mark too.)"
         )
 
 

@@ -22,7 +22,7 @@ def takes_part(leaf: Any) -> bool:
     if leaf is None:
         return False
     dtype = jnp.result_type(leaf) if jnp.isscalar(leaf) else leaf.dtype
-    return jnp.issubdtype(dtype, jnp.inexact) and jnp.size(leaf) > 0
+    return jnp.issubdtype(dtype, jnp.inexact) and getattr(leaf, "size", 1) > 0
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -84,12 +84,18 @@ def zeros(tree: PyTree, dtype: Any = None) -> PyTree:
     """Precise zeros for each leaf that takes part, ``None`` for the others."""
     return jax.tree.map(
         lambda x: (
-            jnp.zeros_like(x, dtype=dtype or precise(jnp.asarray(x)).dtype)
+            jnp.zeros_like(x, dtype=_at_least(dtype, precise(jnp.asarray(x)).dtype))
             if takes_part(x)
             else None
         ),
         tree,
     )
+
+
+def _at_least(asked: Any, precise: Any) -> Any:
+    """``asked``, if anything, but complex where the leaf is."""
+    is_complex = jnp.issubdtype(precise, jnp.complexfloating)
+    return precise if asked is None or is_complex else asked
 
 
 def check_same_leaves(name: str, expected: PyTree, tree: PyTree) -> None:

@@ -16,7 +16,7 @@ from .spmd import AXIS, Axis, vary
 class PowerSGDState(NamedTuple):
     """State of ``powersgd``; None for leaves that travel whole."""
 
-    query: PyTree  # the last right factor Q, [n, rank], the same on all workers
+    query: PyTree  # the last right factor Q, scaled, [n, rank]: the same on all
     residual: PyTree  # what this worker has not managed to say yet
 
 
@@ -30,10 +30,10 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
 
     A leaf of two or more dimensions is a matrix ``[m, n]`` with ``n`` its last
     dimension. ``Q`` is ``state.query`` (``[n, rank]``, Gaussian at first, kept as a
-    warm start; a column that would become zero stays) and ``e`` is
-    ``state.residual``. Sends ``rank · (m + n)`` float32 a matrix in two all-reduces.
-    Vectors, and matrices for which that would not be less than ``m · n``, travel whole
-    and have no state.
+    warm start with columns of largest entry 1; one that would become zero stays) and
+    ``e`` is ``state.residual``. Sends ``rank · (m + n)`` float32 a matrix in two
+    all-reduces. Vectors, and matrices for which that would not be less than ``m · n``,
+    travel whole and have no state.
 
     Raises:
         ValueError: rank < 1; at trace, a tree of another structure.
@@ -94,8 +94,10 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
             mine = _times(d.T, p)
             factor = reduce_mean(mine, axis)
             heard = _times(p, factor.T).reshape(u.shape).astype(u.dtype)
-            # From a direction of zeros nothing would ever be heard again.
-            q = jnp.where(jnp.any(factor != 0, axis=0), factor, q)
+            # Only directions matter to the next P. Scaled, D Q is of the size of D; and
+            # from a direction of zeros nothing would ever be heard again.
+            size = jnp.max(jnp.abs(factor), axis=0)
+            q = jnp.where(size > 0, factor / jnp.where(size > 0, size, 1), q)
             return _Heard(heard, q, (d - _times(p, mine.T)).reshape(u.shape))
 
         parts = map_leaves(one, updates, state.query, state.residual)
@@ -113,12 +115,16 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
 
 
 def low_rank_bytes(params: PyTree, rank: int) -> int:
-    """Payload bytes of ``powersgd(rank)``: a worker's, for one exchange of a tree."""
+    """Payload bytes of ``powersgd(rank)``: a worker's, for one exchange of a tree.
+
+    Shapes will do: leaves may be ``jax.ShapeDtypeStruct``.
+    """
 
     def sent(x):
         if not takes_part(x):
             return 0
-        whole = x.size * precise(jnp.empty((), x.dtype)).dtype.itemsize
+        x = x if hasattr(x, "shape") else jnp.asarray(x)
+        whole = x.size * jnp.promote_types(x.dtype, jnp.float32).itemsize
         if not _is_low_rank(x, rank):
             return whole
         n = x.shape[-1]
@@ -139,7 +145,9 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _is_low_rank(x: jax.Array, rank: int) -> bool:
-    if not takes_part(x) or jnp.ndim(x) < 2 or jnp.iscomplexobj(x):
+    if not takes_part(x) or len(getattr(x, "shape", ())) < 2:
+        return False
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return False
     n = x.shape[-1]
     m = x.size // n

@@ -337,6 +337,13 @@ def _run(worker, backend, mesh, axis, sizes, stacked, shared):
     for name, size in reversed(list(zip(names(axis), sizes, strict=True))):
         worker = jax.vmap(worker, in_axes=(0, None), axis_name=name, axis_size=size)
     fold = [jnp.reshape(x, (*sizes, *jnp.shape(x)[1:])) for x in stacked]
-    out = worker(fold, shared)
+    try:
+        out = worker(fold, shared)
+    except AssertionError as problem:
+        if len(sizes) == 1 or str(problem):
+            raise
+        raise ValueError(
+            f"vmap cannot gather or permute over several axes, {axis}: use a mesh."
+        ) from problem
     total = math.prod(sizes)
     return jax.tree.map(lambda y: jnp.reshape(y, (total, *y.shape[len(sizes) :])), out)

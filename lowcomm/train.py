@@ -85,6 +85,9 @@ def local_step(
         params = vary(params, axis)
         value, grads = gradient(params, batch)
         value, *aux = value if has_aux else (value,)
+        # JAX's gradient of an integer has a type that no arithmetic takes.
+        still = lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g
+        grads = jax.tree.map(still, params, grads)
         updates, state = tx.update(grads, state, params, step=step, value=value)
         params = apply_updates(params, updates, state)
         return params, state, {"loss": value} | ({"aux": aux[0]} if aux else {})

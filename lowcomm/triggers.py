@@ -150,7 +150,10 @@ def change_exceeds(
     if warmup < 0:
         raise ValueError(f"warmup {warmup} is negative.")
     q = 1.0 - smoothing
-    weights = jnp.array([q**k for k in range(1, window + 1)], jnp.float32)
+    # Normalized here: a division behind the sum may be fused into the difference below
+    # and leave a rounding of it, where there should be none.
+    total = sum(q**k for k in range(1, window + 1))
+    weights = jnp.array([q**k / total for k in range(1, window + 1)], jnp.float32)
 
     def init(params):
         return ChangeState(
@@ -162,7 +165,7 @@ def change_exceeds(
     def fire(state, *, step=None, grads, axis: Axis = AXIS, **extra):
         uniform.now(step, axis)
         norms = jnp.roll(state.norms, 1).at[0].set(_norm(grads).astype(jnp.float32))
-        smoothed = jnp.sum(weights * norms) / jnp.sum(weights)
+        smoothed = jnp.sum(weights * norms)
         was_full = state.seen >= window
         difference = jnp.abs(smoothed - state.smoothed)
         # A window of zeros: no change if it stays so, an infinite one if it does not.

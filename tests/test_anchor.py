@@ -22,7 +22,6 @@ from lowcomm import (
     random_k,
     rounds,
     spread,
-    traffic,
 )
 
 K = 4
@@ -48,24 +47,22 @@ def train(
     x=X,
     data=OPTIMA,
     gradient=pull_apart,
-    start=0,
     state=None,
     apply=lambda x, updates, state: optax.apply_updates(x, updates),
 ):
     """The paths ``[K, steps, …]`` of virtual workers and of their states."""
 
-    def worker(x, state, data, start):
+    def worker(x, state, data):
         def body(carry, t):
             x, state = carry
             updates, state = tx.update(gradient(x, data), state, x, step=t)
             x = apply(x, updates, state)
             return (x, state), (x, state)
 
-        return lax.scan(body, (x, state), start + jnp.arange(steps))[1]
+        return lax.scan(body, (x, state), jnp.arange(steps))[1]
 
     state = jax.jit(spread(tx.init))(x) if state is None else state
-    run = jax.jit(spread(worker, in_axes=(0, 0, 0, None)))
-    return jax.tree.map(np.asarray, run(x, state, data, jnp.int32(start)))
+    return jax.tree.map(np.asarray, jax.jit(spread(worker))(x, state, data))
 
 
 exactly = functools.partial(train, apply=apply_updates)
@@ -87,12 +84,10 @@ def test_one_worker_is_lookahead(slow):
         np.testing.assert_allclose(state.anchor[0, t], params.slow, atol=1e-6)
 
 
-def test_one_worker_at_the_anchor_rate_one_is_plain_optax():
-    inner = optax.adam(0.1)
-    path, _ = train(
-        rounds(inner, optax.sgd(1.0), when=every(2)), x=X[:1], data=OPTIMA[:1]
-    )
-    alone, _ = train(optax.with_extra_args_support(inner), x=X[:1], data=OPTIMA[:1])
+def test_one_worker_at_the_outer_rate_one_is_plain_optax():
+    inner, one = optax.adam(0.1), {"x": X[:1], "data": OPTIMA[:1]}
+    path, _ = train(rounds(inner, optax.sgd(1.0), when=every(2)), **one)
+    alone, _ = train(optax.with_extra_args_support(inner), **one)
     np.testing.assert_allclose(path, alone, atol=1e-6)
 
 
@@ -153,7 +148,7 @@ def test_anchors_have_the_same_bits_on_all_workers():
     assert (path[:, 0] != path[:1, 0]).any()
 
 
-@pytest.mark.parametrize("pull", [1.0, 0.5])
+@pytest.mark.parametrize("pull", [1.0, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_zero_gradients_change_no_bit(dtype, pull):
     x = np.tile(RNG.normal(size=100), (K, 1)).astype(dtype)
@@ -164,7 +159,7 @@ def test_zero_gradients_change_no_bit(dtype, pull):
     anchor = jnp.where(jnp.arange(100) == 0, np.float32(1.00205), anchor)
     state = state._replace(anchor=anchor)
     x = np.asarray(anchor.astype(dtype))
-    still = lambda x, d: jnp.zeros_like(x)
+    still = lambda x, d: 0 * d
     path, states = train(tx, 10, x=x, data=x, gradient=still, state=state)
     np.testing.assert_array_equal(path, np.tile(x[:, None], (1, 10, 1)))
     np.testing.assert_array_equal(states.anchor[:, -1], anchor)
@@ -196,7 +191,7 @@ def test_the_worked_example_of_diloco():
     x, c = np.full(2, 4, np.float32), np.array([0, 2], np.float32)
     _, state = train(diloco(optax.sgd(0.5), period=2), 8, x=x, data=c)
     expected = [1.0075, -0.27573125, -0.154553703, 0.503390392]
-    np.testing.assert_allclose(state.anchor[:, 1::2], [expected] * 2, rtol=1e-6)
+    np.testing.assert_allclose(state.anchor[:, 1::2], [expected] * 2, atol=1e-6)
     a, v = 4.0, 0.0
     for value in expected:
         delta = 0.75 * (a - 1)
@@ -208,13 +203,12 @@ def test_the_worked_example_of_diloco():
 NESTEROV = OUTERS["nesterov"]
 
 
-def test_no_delay_is_bit_equal_to_none():
-    for pull in (1.0, 0.5):
-        tx = lambda **how: rounds(optax.adam(0.1), NESTEROV, pull=pull, **how)  # noqa: B023
-        plain = train(tx(when=every(3)))
-        jax.tree.map(
-            np.testing.assert_array_equal, train(tx(when=every(3), delay=0)), plain
-        )
+@pytest.mark.parametrize("pull", [1.0, 0.5])
+def test_no_delay_is_bit_equal_to_none(pull):
+    how = {"when": every(3), "pull": pull}
+    plain = train(rounds(optax.adam(0.1), NESTEROV, **how))
+    none = train(rounds(optax.adam(0.1), NESTEROV, delay=0, **how))
+    jax.tree.map(np.testing.assert_array_equal, none, plain)
 
 
 @pytest.mark.parametrize("delay", [1, 2])
@@ -224,11 +218,11 @@ def test_discarded_steps_make_it_diloco_with_fewer_local_steps(delay):
     late = rounds(optax.sgd(0.3), NESTEROV, when=every(4), delay=delay)
     _, state = train(late, 12 + delay)
     arrived = state.anchor[:, [t + delay for t in (3, 7, 11)]]
-    expected, carry, x, start = [], None, X, 0
+    expected, carry, x = [], None, X
     for steps in (4, 4 - delay, 4 - delay):
         # The same outer state goes on through rounds of these lengths.
         tx = rounds(optax.sgd(0.3), NESTEROV, when=every(steps))
-        path, states = train(tx, steps, x=x, state=carry, start=start * 0)
+        path, states = train(tx, steps, x=x, state=carry)
         carry = jax.tree.map(lambda s: jnp.asarray(s[:, -1]), states)
         x = path[:, -1]
         expected.append(carry.anchor)
@@ -282,21 +276,6 @@ def test_missing_arguments_and_a_bare_delayed_are_refused():
         spread(lambda g: late.update(g, late.init(g), g, step=0)[0])(X)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_python_step_and_a_traced_step_give_the_same_bits(delay):
-    tx = rounds(optax.sgd(0.25), NESTEROV, when=every(2), delay=delay)
-    update = lambda g, s, x, t: tx.update(g, s, x, step=t)
-    traced = jax.jit(spread(update, in_axes=(0, 0, 0, None)))
-    x = y = jnp.asarray(X)
-    state = other = jax.jit(spread(tx.init))(x)
-    for t in range(5):
-        static = jax.jit(spread(functools.partial(update, t=t)))
-        moves, state = static(x - OPTIMA, state, x)
-        others, other = traced(y - OPTIMA, other, y, jnp.int32(t))
-        x, y = x + moves, y + others
-        jax.tree.map(np.testing.assert_array_equal, (x, state), (y, other))
-
-
 def test_a_partial_pull_leaves_replicas_apart_and_anchors_equal():
     tx = rounds(optax.sgd(0.3), NESTEROV, when=every(3), pull=0.5)
     path, state = train(tx)
@@ -316,21 +295,16 @@ def test_the_mean_path_on_a_shared_quadratic_is_data_parallel_for_every_pull():
 
 
 def test_a_drift_trigger_fires_at_equality_on_all_workers():
-    # Each worker drifts by d · 2⁻² a step; the fastest reaches 3 · 2⁻² · 2 at step 1.
+    # Worker k drifts by k/4 a step; the fastest is 6/4 away after two steps.
     speed = np.arange(K, dtype=np.float32)[:, None]
     tx = rounds(optax.sgd(0.25), optax.sgd(1.0), when=drift_exceeds(1.5))
-    _, state = train(
-        tx, 6, x=np.zeros((K, 1), np.float32), data=speed, gradient=lambda x, d: d
-    )
+    _, state = train(tx, 6, x=0 * speed, data=speed, gradient=lambda x, d: d)
     assert state.since.tolist() == [[1, 0, 1, 0, 1, 0]] * K
 
 
 def test_the_inner_optimizer_is_handed_the_anchor():
     def proximal(updates, state, params, *, anchor, **extra):
-        pulled = jax.tree.map(
-            lambda g, p, a: g + 0.5 * (p - a), updates, params, anchor
-        )
-        return pulled, state
+        return updates + 0.5 * (params - anchor), state
 
     link = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), proximal)
     inner = optax.chain(link, optax.sgd(0.25))
@@ -345,27 +319,6 @@ def test_the_inner_optimizer_is_handed_the_anchor():
 
 def test_a_compressed_exchange_keeps_a_model_all_agree_on():
     tx = rounds(optax.sgd(0.3), NESTEROV, exchange=compressed_mean(random_k(0.5)))
-    still = lambda x, d: jnp.zeros_like(x)
+    still = lambda x, d: 0 * d
     path, _ = train(tx, 3, gradient=still)
     np.testing.assert_array_equal(path, np.tile(X[:, None], (1, 3, 1)))
-
-
-def test_nothing_is_sent_between_syncs():
-    tx = rounds(optax.sgd(0.1), NESTEROV, when=every(4), delay=2)
-    worker = lambda x, t: tx.update(x, tx.init(x), x, step=t)
-    x = jnp.zeros(5)
-    traced = traffic(worker, x, jnp.int32(0), workers=K)
-    assert (traced.bytes_always, traced.bytes_max) == (0, 20)
-    sent = [traffic(lambda x, t=t: worker(x, t), x, workers=K) for t in range(6)]
-    assert [program.bytes_always for program in sent] == [0, 0, 0, 20, 0, 0]
-
-
-def test_the_state_is_what_it_says():
-    inner, params = optax.adam(0.1), {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
-    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    bytes_of = lambda tx: size(jax.eval_shape(tx.init, params))
-    whole, scalars = size(params), 4 + 1
-    base = bytes_of(inner) + bytes_of(NESTEROV) + scalars
-    assert bytes_of(rounds(inner, NESTEROV)) == base + whole
-    assert bytes_of(rounds(inner, NESTEROV, when=every(2), delay=1)) == base + 2 * whole
-    assert bytes_of(rounds(inner, optax.sgd(1.0))) == bytes_of(inner) + whole + scalars

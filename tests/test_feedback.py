@@ -13,7 +13,7 @@ from jax import lax
 from lowcomm import Compressor, payload_bytes, quantize, random_k, sign, top_k
 from lowcomm.feedback import compressed_mean, difference_feedback, error_feedback
 from lowcomm.ledger import traffic
-from lowcomm.spmd import NotUniform, spread, worker_mesh
+from lowcomm.spmd import AXIS, NotUniform, spread, vary, worker_mesh
 from lowcomm.sync import average
 
 K = 4
@@ -28,22 +28,14 @@ COMPRESSORS = {
     "random_k": random_k(0.25),
     "sign": sign(),
     "int8": quantize(8, block=4),
-    "int16": quantize(16, stochastic=False),
 }
-TX = {
-    (exchange, compressor): EXCHANGES[exchange](COMPRESSORS[compressor])
-    for exchange, compressor in itertools.product(EXCHANGES, COMPRESSORS)
-}
+TX = {(e, c): EXCHANGES[e](COMPRESSORS[c]) for e in EXCHANGES for c in COMPRESSORS}
 UNBIASED = random_k(0.5, unbiased=True)
 T, N = 4, 8  # steps and elements of most streams, so that few programs are compiled
 
 on_both = pytest.mark.parametrize("backend", ["vmap", "mesh"])
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS)
-
-
-def mesh_of(backend):
-    return worker_mesh(K) if backend == "mesh" else None
 
 
 def integers(*shape, top=32):
@@ -54,21 +46,21 @@ def integers(*shape, top=32):
 def listener(tx, backend):
     """Runs a stream through an exchange; compiled once for all laws."""
 
-    def worker(stream, state):
+    def worker(stream):
         def step(state, now):
             heard, state = tx.update(now[1], state, step=now[0])
             return state, (heard, state)
 
-        steps = jnp.arange(jax.tree.leaves(stream)[0].shape[0])
-        return lax.scan(step, state, (steps, stream))[1]
+        first = jax.tree.map(lambda x: x[0], stream)
+        steps = jnp.arange(len(jax.tree.leaves(stream)[0]))
+        return lax.scan(step, vary(tx.init(first), AXIS), (steps, stream))[1]
 
-    return jax.jit(spread(worker, mesh=mesh_of(backend)))
+    return jax.jit(spread(worker, mesh=worker_mesh(K) if backend == "mesh" else None))
 
 
 def listen(tx, stream, backend="vmap"):
     """What is heard of a stacked stream ``[K, T, …]``, and the states after it."""
-    first = jax.tree.map(lambda x: x[:, 0], stream)
-    return listener(tx, backend)(stream, spread(tx.init)(first))
+    return listener(tx, backend)(stream)
 
 
 def constant(x, steps=T):
@@ -78,10 +70,8 @@ def constant(x, steps=T):
 
 def largest(x, k):
     """x with all but its k largest entries zero; the first wins a tie."""
-    kept = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :k]
-    out = np.zeros_like(x)
-    np.put_along_axis(out, kept, np.take_along_axis(x, kept, -1), -1)
-    return out
+    rank = np.argsort(np.argsort(-np.abs(x), axis=-1, kind="stable"), axis=-1)
+    return np.where(rank < k, x, 0)
 
 
 @on_both
@@ -112,9 +102,9 @@ def test_what_was_heard_and_what_is_remembered_is_what_there_was(compressor, dec
     said = np.asarray(heard, np.float64)[0].sum(0)
     error = np.asarray(state.error, np.float64).mean(0)
     total = said + error[-1] + (1 - decay) * error[:-1].sum(0)
-    # Multiples of 2⁻¹⁶ below 2⁷ add exactly; a 127th of something is rounded, by half
+    # Multiples of 2⁻¹⁶ below 2⁷ add exactly. A 127th of something is rounded, by half
     # an ulp in each of the three operations of a step.
-    bound = T * 1.5 * EPS * 4 * 32 if compressor.startswith("int") else 0
+    bound = T * 1.5 * EPS * 4 * 32 if compressor == "int8" else 0
     np.testing.assert_allclose(total, stream.mean(0).sum(0), rtol=0, atol=bound)
 
 
@@ -203,26 +193,22 @@ def test_a_rate_makes_difference_feedback_of_an_unbiased_compressor_settle():
 @pytest.mark.parametrize("compressor", ["top_k", "random_k"])
 def test_what_all_heard_is_the_mean_of_what_each_said(compressor, dtype):
     # The mean of four bfloat16 numbers is none, so a rounded memory would drift.
-    stream = jnp.asarray(integers(K, T, N, top=256), dtype)
+    stream = jnp.asarray(192 + integers(K, T, N, top=64), dtype)
     _, state = listen(TX["difference", compressor], stream)
     said = np.asarray(state.said)
     np.testing.assert_array_equal(state.heard, [said.mean(0)] * K)
     assert (state.heard != state.heard.astype(jnp.bfloat16)).any()
 
 
-@pytest.mark.parametrize(
-    ("exchange", "backend"),
-    [("mean", "vmap"), ("difference", "vmap"), ("difference", "mesh")],
-)
+@on_both
 @every_compressor
-def test_all_workers_hear_and_share_the_same_bits(exchange, backend, compressor):
+def test_all_workers_hear_and_share_the_same_bits(backend, compressor):
     hard = np.array([1e7, 1, -1e7, 0.003], np.float32)
     columns = np.random.default_rng(0).permuted(np.tile(hard, (T * N, 1)), axis=1)
     stream = columns.T.reshape(K, T, N)
-    heard, state = listen(TX[exchange, compressor], stream, backend)
+    heard, state = listen(TX["difference", compressor], stream, backend)
     assert (heard == heard[:1]).all()
-    if exchange == "difference":
-        assert (state.heard == state.heard[:1]).all()
+    assert (state.heard == state.heard[:1]).all()
 
 
 @every_exchange
@@ -257,11 +243,10 @@ def test_a_statistic_is_agreed_on_before_encoding_and_its_bytes_count(backend):
     assert payload_bytes(grid, x[0]) == 3 + 4
 
 
-@on_both
-def test_workers_round_independently_and_afresh_at_each_step(backend):
+def test_workers_round_independently_and_afresh_at_each_step():
     # Everyone is halfway between two integers.
     x = constant(np.tile(np.float32([127, *[0.5] * 4095]), (K, 1)), 2)
-    heard, _ = listen(compressed_mean(quantize()), x, backend)
+    heard, _ = listen(compressed_mean(quantize()), x, "mesh")
     heard = np.asarray(heard)[0, :, 1:]
     assert (heard[0] != heard[1]).any()
     # The mean of K coins of variance 1/4, seen 4095 times: within 4 standard errors.
@@ -269,16 +254,11 @@ def test_workers_round_independently_and_afresh_at_each_step(backend):
     assert abs(deviation - 1) < 4 * np.sqrt(2 / (2 * 4095))
 
 
-@on_both
-def test_workers_draw_the_same_places_and_others_at_each_step_and_leaf(backend):
-    ones = np.ones((K, 16), np.float32)
-    stream = jax.tree.map(lambda x: constant(x, 4), {"a": ones, "b": ones})
-
-    def places(seed):
-        tx = compressed_mean(random_k(0.25), seed=seed)
-        heard, _ = listen(tx, stream, backend)
-        return np.concatenate([heard["a"][0], heard["b"][0]])
-
+def test_workers_draw_the_same_places_and_others_at_each_step_and_leaf():
+    stream = [np.ones((K, T, 16), np.float32)] * 2
+    places = lambda seed: np.concatenate(
+        listen(compressed_mean(random_k(0.25), seed=seed), stream, "mesh")[0], axis=1
+    )[0]
     drawn = places(0)
     assert set(drawn.ravel()) == {0, 1}  # a place is everyone's or no one's
     assert (drawn.sum(1) == 4).all()

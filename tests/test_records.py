@@ -111,3 +111,13 @@ def test_numbers_of_numpy_and_jax_become_plain_json():
 def test_numbers_that_json_does_not_have_are_null():
     found = records.plain({"loss": [float("nan"), np.inf, 1.0]})
     assert json.dumps(found, allow_nan=False) == '{"loss": [null, null, 1.0]}'
+
+
+def test_a_run_that_recorded_nothing_leaves_nothing(tmp_path):
+    with records.open_run(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    with records.open_run(tmp_path / "old"):
+        pass
+    assert list((tmp_path / "old").iterdir()) == []

@@ -1,0 +1,243 @@
+"""PowerSGD: one projection for all, in numpy and in the exchange."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from lowcomm.ledger import traffic
+from lowcomm.lowrank import low_rank_bytes, powersgd
+from lowcomm.spmd import AXIS, spread, vary, worker_mesh
+from lowcomm.sync import average
+
+K, T, M, N = 4, 4, 12, 8
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+on_both = pytest.mark.parametrize("backend", ["vmap", "mesh"])
+
+
+@functools.cache
+def listener(rank, backend):
+    tx = powersgd(rank)
+
+    def worker(stream):
+        def step(state, now):
+            heard, state = tx.update(now, state)
+            return state, (heard, state)
+
+        first = jax.tree.map(lambda x: x[0], stream)
+        return lax.scan(step, vary(tx.init(first), AXIS), stream)[1]
+
+    return jax.jit(spread(worker, mesh=worker_mesh(K) if backend == "mesh" else None))
+
+
+def listen(stream, rank=2, backend="vmap"):
+    """What is heard of a stacked stream ``[K, T, …]``, and the states after it."""
+    return listener(rank, backend)(stream)
+
+
+def gaussian(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@on_both
+def test_what_is_heard_is_the_mean_projected_on_its_leading_directions(backend):
+    # The factors as orthogonal projections, which know no signs: P Pᵀ D.
+    stream = gaussian(K, T, M, N)
+    heard, state = listen(stream, backend=backend)
+    Q = np.asarray(powersgd(2).init(stream[0, 0]).query, np.float64)
+    e = np.zeros((K, M, N))
+    # A projection is as exact as the angle between what P is made of allows.
+    bound = 64 * EPS * np.linalg.norm(stream, axis=(2, 3)).max() * 8
+    for t in range(T):
+        D = e + stream[:, t]
+        P = np.linalg.qr(D.mean(0) @ Q)[0]
+        Q = D.mean(0).T @ P
+        e = D - P @ (P.T @ D)
+        np.testing.assert_allclose(heard[:, t], [P @ Q.T] * K, rtol=0, atol=bound)
+        np.testing.assert_allclose(state.residual[:, t], e, rtol=0, atol=bound)
+
+
+def test_nothing_is_lost():
+    stream = gaussian(K, 40, M, N)
+    heard, state = listen(stream)
+    heard = np.asarray(heard, np.float64)[0].sum(0)
+    error = np.asarray(state.residual, np.float64).mean(0)
+    # Each step rounds numbers below 16 some M + N times on the way.
+    bound = 40 * (M + N) * EPS * 16
+    total = heard + error[-1]
+    np.testing.assert_allclose(total, stream.sum(1).mean(0), rtol=0, atol=bound)
+    assert np.abs(error[-1]).max() > 100 * bound
+
+
+def test_products_are_formed_in_full_precision():
+    # On accelerators the default is coarser, and what it rounds off would be lost.
+    x = gaussian(M, N)
+    tx = powersgd(2)
+    program = str(jax.make_jaxpr(tx.update, axis_env=[(AXIS, K)])(x, tx.init(x)))
+    assert program.count("dot_general") == 4
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 4
+
+
+def test_a_mean_of_low_rank_is_heard_exactly_whatever_the_workers_hold():
+    noise = gaussian(K, 1, M, N)
+    noise -= noise.mean(0)
+    low = gaussian(M, 2) @ gaussian(2, N, seed=1)
+    heard, state = listen(noise + low)
+    np.testing.assert_allclose(heard[0, 0], low, atol=256 * EPS * np.abs(low).max())
+    mean = np.asarray(state.residual).mean(0)
+    np.testing.assert_allclose(mean, 0, atol=256 * EPS * np.abs(low).max())
+    assert np.abs(state.residual).max() > 0.1  # each has more to say than the mean
+
+
+def test_the_workers_count_only_through_their_mean():
+    stream = gaussian(K, T, M, N)
+    heard, _ = listen(stream)
+    of_mean, _ = listen(np.tile(stream.mean(0), (K, 1, 1, 1)))
+    np.testing.assert_allclose(heard, of_mean, rtol=0, atol=1024 * EPS)
+
+
+@on_both
+def test_all_workers_hear_and_share_the_same_bits(backend):
+    heard, state = listen(1e4 * gaussian(K, T, M, N) ** 9, backend=backend)
+    for x in (heard, state.query):
+        assert (np.asarray(x) == np.asarray(x)[:1]).all()
+    assert (np.asarray(state.residual) != np.asarray(state.residual)[:1]).any()
+
+
+def test_a_warm_start_turns_towards_the_leading_directions():
+    # Of a fixed matrix with singular values 1, 1/2, 1/4 … the residual repeats the
+    # rest, so compare single steps: begin again with the last query and no residual.
+    U, V = np.linalg.qr(gaussian(M, N))[0], np.linalg.qr(gaussian(N, N, seed=1))[0]
+    u = jnp.asarray((U * 0.5 ** np.arange(N)) @ V.T)
+    tx = powersgd(2)
+
+    def worker(u):
+        state, errors = tx.init(u), []
+        for _ in range(6):
+            heard, state = tx.update(u, state._replace(residual=jnp.zeros_like(u)))
+            errors.append(jnp.linalg.norm(heard - u))
+        return jnp.stack(errors)
+
+    errors = np.asarray(jax.jit(spread(worker))(jnp.stack([u] * K)))[0]
+    best = np.linalg.norm(0.5 ** np.arange(2, N))
+    assert errors[0] > 1.01 * best
+    np.testing.assert_allclose(errors[-1], best, rtol=1e-4)
+
+
+@on_both
+def test_vectors_small_matrices_and_full_ranks_travel_whole(backend):
+    integers = np.random.default_rng(0).integers(-32, 32, (K, T, 200))
+    integers = integers.astype(np.float32)
+    square = integers[..., :96].reshape(K, T, M, N)
+    stream = {
+        "vector": integers[..., :9],
+        "scalar": integers[..., 0],
+        "row": integers[..., :7].reshape(K, T, 1, 7),
+        "small": integers[..., :16].reshape(K, T, 4, 4),  # 2 · (4 + 4) = 4 · 4
+        "complex": square.astype(np.complex64) * (1 + 2j),
+    }
+    heard, state = listen(stream, backend=backend)
+    for name, x in stream.items():
+        np.testing.assert_array_equal(heard[name], [x.mean(0)] * K)
+    assert not jax.tree.leaves(state)
+    full, state = listen(square, N, backend)
+    np.testing.assert_array_equal(full, [square.mean(0)] * K)
+    assert not jax.tree.leaves(state)
+
+
+def test_more_dimensions_are_rows():
+    stream = gaussian(K, T, M, N)
+    heard, _ = listen(stream)
+    folded, state = listen(stream.reshape(K, T, 3, 4, N))
+    np.testing.assert_array_equal(folded.reshape(heard.shape), heard)
+    assert state.residual.shape == (K, T, 3, 4, N)
+
+
+def test_other_leaves_stay_and_half_precision_is_remembered_precisely():
+    x = {
+        "w": jnp.asarray(gaussian(K, M, N), jnp.bfloat16),
+        "count": jnp.arange(K),
+        "key": jax.random.split(jax.random.key(0), K),
+        "empty": jnp.zeros((K, 3, 0)),
+        "none": None,
+    }
+    tx = powersgd(1)
+
+    def worker(x):
+        before = tx.init(x)
+        heard, after = tx.update(x, before)
+        kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        assert kinds(before) == kinds(after)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after))
+        return heard
+
+    heard = jax.jit(spread(worker))(x)
+    assert heard["w"].dtype == jnp.bfloat16
+    for name in ("count", "key", "empty"):
+        assert (heard[name] == x[name]).all()
+    assert heard["none"] is None
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_the_bytes_are_those_of_the_factors_and_of_what_travels_whole(rank):
+    array = jax.ShapeDtypeStruct
+    tree = {
+        "w": array((M, N), np.float32),
+        "conv": array((3, 3, 4, N), np.float32),
+        "half": array((M, N), jnp.bfloat16),
+        "bias": array((N,), np.float32),
+        "count": array((), np.int32),
+    }
+    factors = {1: 20, 2: 40, 5: 96}[rank]  # of M · N numbers five pairs save nothing
+    expected = 4 * (2 * factors + rank * (36 + N) + N)
+    assert low_rank_bytes(tree, rank) == expected
+    tx = powersgd(rank)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    state = tx.init(zeros)
+    assert traffic(tx.update, zeros, state, workers=8).bytes_always == expected
+    assert traffic(tx.update, zeros, state, workers=1).bytes_always == 0
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(3, None)])
+def test_zero_is_heard_as_zero_and_does_not_deafen(rows):
+    # With a query of zeros the factor P would be the first unit vectors; a gradient
+    # without those rows would meet it with zeros, and nothing would be heard again.
+    stream = np.zeros((K, T, M, N), np.float32)
+    stream[:, 1:, rows] = gaussian(K, T - 1, M, N)[:, :, rows]
+    heard, state = listen(stream)
+    assert not np.asarray(heard)[:, 0].any()
+    assert not np.asarray(state.residual)[:, 0].any()
+    assert np.isfinite(heard).all()
+    assert np.asarray(heard)[:, 1:].any(axis=(2, 3)).all()
+
+
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**40])
+def test_scaling_by_a_power_of_two_scales_what_is_heard(scale):
+    stream = gaussian(K, T, M, N)
+    heard, _ = listen(stream)
+    scaled, _ = listen(scale * stream)
+    np.testing.assert_array_equal(scaled / scale, heard)
+
+
+def test_a_nan_on_one_worker_is_heard_by_all():
+    stream = gaussian(K, T, M, N)
+    stream[2, 0, 5, 3] = np.nan
+    heard, _ = listen(stream)
+    assert np.isnan(np.asarray(heard)[:, 0]).any(axis=(1, 2)).all()
+
+
+def test_misuse_is_refused():
+    with pytest.raises(ValueError, match="rank 0 is below 1"):
+        powersgd(0)
+    tx, x = powersgd(1), jnp.zeros((K, M, N))
+    update = lambda x: tx.update({"w": x}, tx.init({"w": jnp.zeros((N, M))}))[0]
+    with pytest.raises(ValueError, match=r"\['w'\] has shape \(12, 8\) .* \(8, 12\)"):
+        spread(update)(x)
+    verb = average(optax.sgd(1.0), exchange=tx)
+    with pytest.raises(ValueError, match=r"not parameters. Use rounds"):
+        spread(lambda x: verb.update(x, verb.init(x), x, step=0)[0])(x)
