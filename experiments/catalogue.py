@@ -103,26 +103,26 @@ CATALOGUE: dict[str, Method] = {
     "data_parallel": Method(
         lambda inner, s: lc.data_parallel(inner),
         _every_step,
-        learning_rate=0.1,
+        learning_rate=0.02,
     ),
     "local_sgd": Method(
         lambda inner, s: lc.local_sgd(inner, period=s.period),
         _at_syncs,
-        learning_rate=0.1,
+        learning_rate=0.02,
         syncs="period",
         bitwise=False,
     ),
     "post_local_sgd": Method(
         lambda inner, s: lc.post_local_sgd(inner, warmup=s.steps // 4, period=s.period),
         _at_syncs,
-        learning_rate=0.1,
+        learning_rate=0.05,
         syncs="period",
         bitwise=False,
     ),
     "diloco": Method(
         lambda inner, s: lc.diloco(inner, period=s.period),
         _at_syncs,
-        learning_rate=0.03,
+        learning_rate=0.005,
         syncs="period",
         exact=1,  # outer rates 0.7 and 0.9 are no binary fractions
         exempt=_OUTER,
@@ -132,14 +132,14 @@ CATALOGUE: dict[str, Method] = {
             inner, period=s.period, learning_rate=s.learning_rate
         ),
         _at_syncs,
-        learning_rate=0.1,
+        learning_rate=0.01,
         syncs="period",
         exempt=_OUTER,
     ),
     "selsync": Method(
         lambda inner, s: lc.selsync(inner, threshold=s.threshold, window=s.window),
         lambda params, s: Sent(4, _dense(params)),
-        learning_rate=0.1,
+        learning_rate=0.02,
         syncs="measured",
         bitwise=False,
     ),
@@ -153,7 +153,7 @@ CATALOGUE: dict[str, Method] = {
     "sign_sgd": Method(
         lambda inner, s: lc.sign_sgd(inner),
         lambda params, s: Sent(lc.payload_bytes(lc.sign(), params), 0),
-        learning_rate=0.1,
+        learning_rate=0.05,
         exact=1,  # the scale is a mean over the entries of a leaf
         smooth=False,
         exempt=_LOSSY,
@@ -161,7 +161,7 @@ CATALOGUE: dict[str, Method] = {
     "powersgd_sgd": Method(
         lambda inner, s: lc.powersgd_sgd(inner, rank=2),
         lambda params, s: Sent(low_rank_bytes(params, 2), 0),
-        learning_rate=0.1,
+        learning_rate=0.02,
         exact=0,  # orthogonalization takes square roots
         exempt=_LOSSY,
     ),
@@ -170,7 +170,7 @@ CATALOGUE: dict[str, Method] = {
         lambda params, s: Sent(
             0 if s.workers == 1 else _dense(params) + 4 * (s.workers > 2), 0
         ),
-        learning_rate=0.1,
+        learning_rate=0.02,
         exempt={
             "workers agree": "workers mix with neighbours and never quite agree",
             "relabelling permutes": "other names are another graph",

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import optax
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -83,8 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lambda rate, name=name: _losses(settings, tasks, name, rate),
                 settings.rates,
             )
-            entry["settings"] = {**asdict(settings), "algorithms": name}
-            del entry["settings"]["out"]
+            asked = asdict(settings)
+            del asked["algorithms"], asked["out"]
+            entry["settings"] = {**asked, "period": CATALOGUE[name].period}
             _record(settings.out, name, entry)
             console.print(f"{name}: {entry['learning_rate']:g}")
     console.print(table(json.loads(settings.out.read_text())["methods"]))
@@ -127,7 +129,10 @@ def tune(
 def table(methods: dict[str, Any]) -> Table:
     """Mean loss on the tuning split, by method and rate; the best in bold."""
     rates = sorted({float(r) for entry in methods.values() for r in entry["losses"]})
-    drawn = Table("method", *(f"{rate:g}" for rate in rates))
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("method", no_wrap=True)
+    for rate in rates:
+        drawn.add_column(f"{rate:g}", justify="right", no_wrap=True)
     for name, entry in methods.items():
         cells = []
         for rate in rates:

@@ -9,14 +9,9 @@ from .spmd import (
 )
 
 # What travels
-from .compressors import (
-    Compressor as Compressor,
-    payload_bytes as payload_bytes,
-    quantize as quantize,
-    random_k as random_k,
-    sign as sign,
-    top_k as top_k,
-)
+from .compressors import Compressor as Compressor, payload_bytes as payload_bytes
+from .selections import random_k as random_k, top_k as top_k
+from .quantizers import quantize as quantize, sign as sign
 from .topology import (
     Graph as Graph,
     complete as complete,

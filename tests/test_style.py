@@ -18,7 +18,7 @@ FLOORS = [
     {"leaves", "spmd"},
     {"keys", "uniform", "topology", "rows"},
     {"compressors"},
-    {"exchange", "ledger", "hlo_text"},
+    {"selections", "quantizers", "exchange", "ledger", "hlo_text"},
     {"overlap", "feedback", "triggers", "meter", "hlo", "network"},
     {"lowrank", "moments"},
     {"sync"},

@@ -29,10 +29,10 @@ def dpsgd(
     Example:
         >>> import jax.numpy as jnp
         >>> from lowcomm import ring, spread
-        >>> tx = dpsgd(optax.sgd(1.0), ring(3))
+        >>> tx = dpsgd(optax.sgd(1.0), ring(4))
         >>> worker = lambda g: tx.update(g, tx.init(g), 0 * g, step=0)[0]
-        >>> spread(worker)(jnp.array([1.0, 2.0, 6.0]))
-        Array([-3., -3., -3.], dtype=float32)
+        >>> spread(worker)(jnp.array([3.0, 0.0, 0.0, 0.0]))
+        Array([-1., -1.,  0., -1.], dtype=float32)
 
     References:
         Lian et al., `Can Decentralized Algorithms Outperform Centralized Algorithms?

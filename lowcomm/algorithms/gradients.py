@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import optax
 
-from ..compressors import sign, top_k
 from ..exchange import mean
 from ..feedback import error_feedback
 from ..lowrank import powersgd
+from ..quantizers import sign
+from ..selections import top_k
 from ..spmd import AXIS, Axis
 
 Inner = optax.GradientTransformation
