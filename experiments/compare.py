@@ -67,6 +67,8 @@ class Settings:
     all workers share this machine."""
     learning_rate: float | None = None
     """For all methods, instead of the rate each was tuned to."""
+    fraction: float = 0.05
+    """Share of the entries that top_k_sgd sends."""
     evaluations: int = 20
     """Points of a curve."""
     backend: Literal["vmap", "shard_map", "pmap"] = "vmap"
@@ -156,9 +158,11 @@ def table(results: Mapping[str, Any]) -> Table:
         "steps/s: measured here, without compilation",
         caption_justify="left",
         title_justify="left",
+        title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         pad_edge=False,
+        show_edge=False,
     )
     drawn.add_column("method", style="bold", no_wrap=True)
     metrics = [
@@ -174,13 +178,14 @@ def table(results: Mapping[str, Any]) -> Table:
             drawn.add_row(name, f"[red]{failures[0].partition(':')[0]}[/]")
             continue
         sent = np.mean([seed[-1] for seed in method["bytes"]])
+        seconds = np.mean([seed[-1] for seed in method["seconds"]])
         drawn.add_row(
             name,
             *(_spread(m, [seed[-1] for seed in method[m]]) for m in metrics),
             f"{np.mean(method['syncs']):.0f}",
             decimal(int(sent)),
             f"{results['data_parallel_bytes'] / sent:.1f} x" if sent else "-",
-            f"{np.mean([seed[-1] for seed in method['seconds']]):.1f} s",
+            f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.1f} s",
             f"{1 / np.mean(method['step_seconds']):.0f}",
         )
     return drawn
@@ -239,6 +244,7 @@ def _measure(
         workers=settings.workers,
         steps=settings.steps,
         learning_rate=settings.learning_rate,
+        fraction=settings.fraction,
     )
     return measure(
         task,

@@ -53,6 +53,8 @@ class Settings:
     seeds: tuple[int, ...] = (100, 101)
     batch_size: int = 32
     momentum: float = 0.9
+    fraction: float = 0.05
+    """Share of the entries that top_k_sgd sends."""
     out: Path = RESULTS
 
 
@@ -155,7 +157,11 @@ def _losses(
         learning_rate=rate, momentum=settings.momentum
     )
     tx = CATALOGUE[name].make(
-        workers=settings.workers, steps=settings.steps, learning_rate=rate, inner=inner
+        workers=settings.workers,
+        steps=settings.steps,
+        learning_rate=rate,
+        inner=inner,
+        fraction=settings.fraction,
     )
     where = Where(settings.workers, lc.Link(1e9), compute=0.0)
     return [

@@ -1,12 +1,8 @@
 """Communication-efficient training: optax transformations that talk."""
 
 # Workers
-from .spmd import (
-    AXIS as AXIS,
-    spread as spread,
-    stack as stack,
-    worker_mesh as worker_mesh,
-)
+from .spmd import AXIS as AXIS, stack as stack, worker_mesh as worker_mesh
+from .workers import spread as spread
 
 # What travels
 from .compressors import Compressor as Compressor, payload_bytes as payload_bytes
@@ -49,11 +45,8 @@ from .triggers import (
 
 # The verbs
 from .sync import average as average, self_clocked as self_clocked
-from .anchor import (
-    apply_updates as apply_updates,
-    consensus as consensus,
-    rounds as rounds,
-)
+from .anchor import rounds as rounds
+from .readout import apply_updates as apply_updates, consensus as consensus
 
 # Published methods
 from .algorithms.gradients import (

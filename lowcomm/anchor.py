@@ -1,4 +1,4 @@
-r"""Rounds of local steps measured from an anchor, and how to read the model out.
+r"""Rounds of local steps, measured from an anchor.
 
     d      = exchange(anchor − proposal)       once a round, the sign of a gradient
     anchor ← anchor + outer(d)                 any optax descent optimizer, not scaled
@@ -20,10 +20,19 @@ import optax
 
 from . import uniform
 from .exchange import mean
-from .leaves import PyTree, add, is_inexact, map_leaves, movable, precise, subtract
+from .leaves import (
+    PyTree,
+    add,
+    at_least,
+    map_leaves,
+    movable,
+    precise,
+    subtract,
+    zeros,
+)
 from .moments import realign
 from .spmd import AXIS, Axis, vary
-from .sync import SelfClockedState, Talking, Transformation, enter, leave
+from .sync import Talking, Transformation, enter, leave
 from .triggers import Trigger, every
 
 
@@ -35,9 +44,14 @@ class RoundsState(NamedTuple):
     exchange: Any
     trigger: Any
     anchor: PyTree  # the model all workers last agreed on
-    pending: PyTree  # with a delay: what was heard and not adopted yet
+    pending: Any  # with a delay: what was heard and not adopted yet, and whether
     since: jax.Array  # int32, steps since the trigger last fired
     synced: jax.Array  # bool, whether params + updates is the anchor (pull 1)
+
+
+class _Pending(NamedTuple):
+    heard: PyTree
+    sent: jax.Array  # bool, whether anything was
 
 
 def rounds(
@@ -61,11 +75,13 @@ def rounds(
         x_i \leftarrow (1-p)\,x_i + p\,a
 
     ``a`` is ``state.anchor``, ``p`` is ``pull`` (1 adopts the anchor). ``exchange`` is
-    ``mean()`` unless given; it must give all workers the same tree, as all but
-    ``gossip`` do. ``when`` is every step unless given. The inner optimizer is handed
-    ``anchor=`` as an extra argument. Sends what the exchange sends on the steps that
-    fire, and nothing between them but a measured trigger's 4 bytes. State: the inner
-    and outer optimizers', the exchange's, one anchor, and with a delay one tree more.
+    ``mean()`` unless given, and gives all workers the same tree (``gossip`` raises).
+    ``when`` is every step unless given. The inner optimizer is handed the extra
+    arguments and ``anchor=``; the outer one only ``step=``, since what differs between
+    workers would drive their anchors apart. Sends what the exchange sends on the steps
+    that fire, and nothing between them but a measured trigger's 4 bytes. State: the
+    inner and outer optimizers', the exchange's, one anchor, and with a delay one tree
+    more.
 
     ``delay``: what was sent when the trigger fired is adopted that many steps later,
     and may travel during the steps between. The steps after sending are kept in part
@@ -114,13 +130,14 @@ def rounds(
     def init(params):
         params = movable(params)
         wide = jax.tree.map(lambda p: jnp.array(precise(jnp.asarray(p))), params)
+        narrow = lambda p: jnp.array(p, at_least(anchor_dtype, p.dtype))
         state = RoundsState(
             inner.init(params),
             outer.init(wide),
             exchange.init(wide),
             when.init(params),
-            jax.tree.map(lambda p: jnp.array(p, anchor_dtype or p.dtype), wide),
-            jax.tree.map(jnp.zeros_like, wide) if delay else (),
+            jax.tree.map(narrow, wide),
+            _Pending(zeros(wide), jnp.zeros((), bool)) if delay else (),
             jnp.zeros((), jnp.int32),
             jnp.zeros((), bool),
         )
@@ -130,26 +147,20 @@ def rounds(
         whole, grads, params = enter(updates, params, step, axis)
         anchor = state.anchor
         moves, inner_state = inner.update(
-            grads, state.inner, params, step=step, anchor=anchor, **extra
+            grads, state.inner, params, step=step, **(extra | {"anchor": anchor})
         )
-        here = map_leaves(add, params, moves)
-        start = map_leaves(lambda p, a: a.astype(p.dtype), params, anchor)
-        drift = map_leaves(subtract, start, here)
+        inner_state = vary(inner_state, axis)
+        cast = lambda tree: map_leaves(lambda p, a: a.astype(p.dtype), params, tree)
+        here = lambda: map_leaves(add, params, moves)
+        drift = lambda: map_leaves(subtract, cast(anchor), here())
         since = state.since + 1
-        fire, trigger = when.fire(
-            state.trigger,
-            step=step,
-            since=since,
-            drift=drift,
-            grads=grads,
-            axis=axis,
-            **extra,
-        )
+        asked = {"since": since, "grads": grads, "axis": axis} | extra
+        fire, trigger = when.fire(state.trigger, step=step, drift=drift(), **asked)
 
         def send(sending):
-            inner_state, exchange_state, since = sending
+            realigned, exchange_state, _ = sending
             heard, exchange_state = exchange.update(
-                drift,
+                drift(),
                 exchange_state,
                 params,
                 step=step,
@@ -157,66 +168,64 @@ def rounds(
                 within=axis,
                 **extra,
             )
-            return heard, (inner_state, exchange_state, jnp.zeros_like(since))
-
-        def realigned(sending, model):
-            inner_state, *rest = sending
-            return (agree(inner_state, model), *rest)
+            return heard, (realigned, exchange_state, jnp.zeros_like(since))
 
         def adopt(heard, outer_state):
-            forward, outer_state = outer.update(
-                heard, outer_state, anchor, step=step, **extra
-            )
+            # What differs between workers must not reach the outer optimizer.
+            forward, outer_state = outer.update(heard, outer_state, anchor, step=step)
             new = map_leaves(add, anchor, forward)
-            there = map_leaves(lambda p, a: a.astype(p.dtype), params, new)
+            there = cast(new)
             if pull != 1:
                 # In this form workers that sit on the anchor stay there exactly.
                 mix = lambda x, a: precise(x) + pull * subtract(a, x)
-                there = map_leaves(mix, here, there)
-            moves = map_leaves(subtract, there, params)
-            return moves, outer_state, new, jnp.array(pull == 1)
+                there = map_leaves(mix, here(), there)
+            sync = map_leaves(subtract, there, params)
+            return sync, outer_state, new, jnp.array(pull == 1)
 
         def stay(outer_state):
             return map_leaves(precise, moves), outer_state, anchor, jnp.array(False)
 
-        sending, arrived = (inner_state, state.exchange, since), state.pending
+        def send_and_adopt(sending, outer_state):
+            heard, (realigned, *sent) = send(sending)
+            adopted = adopt(heard, outer_state)
+            model = map_leaves(add, params, adopted[0])
+            return (), (agree(realigned, model), *sent), adopted
+
+        def send_only(sending):
+            heard, (realigned, *sent) = send(sending)
+            return _Pending(heard, jnp.array(True)), (agree(realigned, here()), *sent)
+
+        def adopt_arrived(outer_state):
+            # Nothing arrives from before the first step of a run that starts late.
+            sent, heard = state.pending.sent, state.pending.heard
+            choose = lambda new, old: jnp.where(sent, new, old)
+            return jax.tree.map(choose, adopt(heard, outer_state), stay(outer_state))
+
+        # A conditional copies what passes through it: moments that stay go around.
+        sending = (() if moments == "keep" else inner_state, state.exchange, since)
+        pending, outer_state = state.pending, state.outer
         if delay == 0:
-
-            def send_and_adopt(sending, outer_state):
-                heard, sending = send(sending)
-                adopted = adopt(heard, outer_state)
-                model = map_leaves(add, params, adopted[0])
-                return arrived, realigned(sending, model), adopted
-
             pending, sending, adopted = uniform.cond(
                 fire,
                 send_and_adopt,
-                lambda sending, outer_state: (arrived, sending, stay(outer_state)),
+                lambda sending, outer_state: ((), sending, stay(outer_state)),
                 sending,
-                state.outer,
+                outer_state,
                 axis=axis,
             )
         else:
             # At a delay of a whole period the old news is adopted on the step that
             # sends the new: both start from the same anchor and the same pending.
-            due, _ = when.fire(
-                state.trigger, step=uniform.ago(step, delay), axis=axis, grads=grads
-            )
-
-            def send_only(sending):
-                heard, sending = send(sending)
-                return heard, realigned(sending, here)
-
+            with uniform.earlier(step, delay) as then:
+                due, _ = when.fire(state.trigger, step=then, drift=None, **asked)
             pending, sending = uniform.cond(
-                fire, send_only, lambda sending: (arrived, sending), sending, axis=axis
+                fire, send_only, lambda sending: (pending, sending), sending, axis=axis
             )
-            adopted = uniform.cond(
-                due, lambda s: adopt(arrived, s), stay, state.outer, axis=axis
-            )
-        inner_state, exchange_state, since = sending
+            adopted = uniform.cond(due, adopt_arrived, stay, outer_state, axis=axis)
+        realigned, exchange_state, since = sending
         moves, outer_state, anchor, synced = adopted
         return leave(moves, whole), RoundsState(
-            inner_state,
+            inner_state if moments == "keep" else realigned,
             outer_state,
             exchange_state,
             trigger,
@@ -227,95 +236,6 @@ def rounds(
         )
 
     return Talking(init, update)
-
-
-def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
-    """``params + updates``, exactly the anchor where ``rounds`` has just adopted it.
-
-    ``optax.apply_updates`` may miss the anchor by a rounding of the sum. Leaf by leaf,
-    where the outermost ``rounds`` (with pull 1) adopted its anchor in this very
-    update, this returns the anchor, so all workers hold the same bits. Integer,
-    boolean and key leaves stay what they are. For one worker's trees, inside
-    ``spread``, and for stacked ones outside.
-
-    Raises:
-        ValueError: if something other than ``optax.partition``, ``optax.masked``,
-            ``optax.inject_hyperparams``, ``self_clocked`` or the end of an
-            ``optax.chain`` encloses the ``rounds``: it may have changed the updates.
-    """
-    owned = {}
-    for rounds_state in _outermost(state, enclosed=True):
-        for path, a in jax.tree_util.tree_leaves_with_path(rounds_state.anchor):
-            owned[path] = (rounds_state.synced, a)
-
-    def apply(path, p, u):
-        if not is_inexact(p):
-            return p
-        moved = jnp.asarray(p + u).astype(p.dtype)
-        if path not in owned:
-            return moved
-        synced, a = owned[path]
-        if jnp.ndim(synced):  # one for each worker of a stacked tree
-            synced = jnp.expand_dims(synced, tuple(range(1, jnp.ndim(p))))
-        return jnp.where(synced, a.astype(p.dtype), moved)
-
-    return jax.tree_util.tree_map_with_path(apply, params, updates)
-
-
-def consensus(state: Any, params: PyTree, *, axis: Axis = AXIS) -> PyTree:
-    """The model the workers stand for: evaluate and export this one.
-
-    Leaf by leaf the anchor of the outermost ``rounds`` that owns it, else the mean of
-    ``params`` over the workers, formed in float32. Call it inside ``spread``. It
-    reads and changes nothing of the schedule, so it may be called at any step. Sends
-    the leaves that no anchor owns.
-
-    Example:
-        >>> from lowcomm import data_parallel, spread
-        >>> worker = lambda x: consensus(data_parallel(optax.sgd(1.0)).init(x), x)
-        >>> spread(worker)(jnp.array([1.0, 3.0]))
-        Array([2., 2.], dtype=float32)
-    """
-    owned = {}
-    for rounds_state in _outermost(state, enclosed=False):
-        owned.update(jax.tree_util.tree_leaves_with_path(rounds_state.anchor))
-    read = lambda path, p: owned[path].astype(p.dtype) if path in owned else None
-    anchors = jax.tree_util.tree_map_with_path(read, params)
-    rest = map_leaves(lambda p, a: p if a is None else None, params, anchors)
-    means = mean(axis).update(rest, optax.EmptyState(), about="parameters")[0]
-    return map_leaves(lambda p, a, m: m if a is None else a, params, anchors, means)
-
-
-def _outermost(state: Any, *, enclosed: bool) -> list[RoundsState]:
-    """The states of ``rounds`` that no other ``rounds`` encloses.
-
-    With ``enclosed`` only wrappers that hand updates on unchanged may be around them.
-    """
-    if isinstance(state, RoundsState):
-        return [state]
-    if isinstance(state, SelfClockedState):
-        return _outermost(state.clocked, enclosed=enclosed)
-    if isinstance(state, optax.MaskedState | optax.InjectStatefulHyperparamsState):
-        return _outermost(state.inner_state, enclosed=enclosed)
-    if enclosed and type(state) is tuple and state:
-        # A chain: what its last part returns is what the chain returns.
-        _outermost([*state[:-1]], enclosed=True)
-        return _outermost(state[-1], enclosed=True)
-    if isinstance(state, optax.PartitionState):
-        parts = state.inner_states.values()
-        return [s for part in parts for s in _outermost(part, enclosed=enclosed)]
-    found = [
-        s
-        for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, RoundsState))
-        if isinstance(s, RoundsState)
-    ]
-    if found and enclosed:
-        raise ValueError(
-            "something follows or encloses rounds, and what it does to the updates is "
-            "unknown: put clips and schedules before it or inside its inner optimizer, "
-            "or use optax.apply_updates."
-        )
-    return found
 
 
 def _check_rounds(pull: float, delay: int, when: Trigger) -> None:

@@ -15,7 +15,7 @@ one that makes no sense there says so.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,9 @@ from .topology import Graph, Round, mixing_matrix
 ANYTHING = ("gradients", "parameters", "displacements")
 
 
-class Exchange(optax.GradientTransformationExtraArgs):
-    """An optax transformation that talks: ``init(params)`` and
-    ``update(tree, state, params=None, *, step, **extra) -> (heard, state)``.
-    """
+# ``init(params)`` and ``update(tree, state, params=None, *, step, **extra)``, which
+# returns what was heard and the state.
+Exchange: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class GossipState(NamedTuple):
@@ -210,7 +209,15 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
         return GossipState(vary(jnp.zeros((), jnp.int32), axis))
 
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):
-        admit(updates, "gossip", axis=axis, about=about, within=within, takes=ANYTHING)
+        admit(
+            updates,
+            "gossip",
+            axis=axis,
+            about=about,
+            within=within,
+            takes=("gradients", "parameters"),
+            instead="Anchors that hear different things drift apart: use average.",
+        )
         if graph.size != axis_size(axis):
             raise ValueError(
                 f"{graph.name} has {graph.size} nodes and axis {axis!r} has "

@@ -96,6 +96,16 @@ def _talk_about(
     return heard, precise(said)
 
 
+def _fit(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in a narrower type; the finite stays finite, and memory keeps the rest."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(dtype)
+    limits = jnp.finfo(dtype)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, limits.min, limits.max), x).astype(
+        dtype
+    )
+
+
 def admit_shrinking(
     tree: PyTree, name: str, axis: Axis, about: str, within: Axis | None
 ) -> None:
@@ -211,7 +221,7 @@ def error_feedback(
         wanted = map_exchanged(
             lambda u, e: precise(u) + decay * e, updates, state.error
         )
-        spoken = map_exchanged(lambda u, p: p.astype(u.dtype), updates, wanted)
+        spoken = map_exchanged(lambda u, p: _fit(p, u.dtype), updates, wanted)
         heard, said = talk(compressor, spoken, step=step, seed=seed, axis=axis)
         error = map_leaves(
             lambda e, p, s: (p - s).astype(e.dtype), state.error, wanted, said
@@ -283,7 +293,7 @@ def difference_feedback(
         admit_shrinking(updates, "difference_feedback", axis, about, within)
         check_same_leaves("difference_feedback", state.said, updates)
         news = map_exchanged(
-            lambda u, h: subtract(u, h).astype(u.dtype), updates, state.said
+            lambda u, h: _fit(subtract(u, h), u.dtype), updates, state.said
         )
         heard, said = talk(compressor, news, step=step, seed=seed, axis=axis)
         out = map_exchanged(

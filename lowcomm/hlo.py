@@ -135,9 +135,10 @@ class _Reader(NamedTuple):
             sent = sent[:1]  # the others are its result and its indices
         elif kind == "all_to_all":  # several operands are the pieces of one
             sent = [(sent[0][0], sum(size for _, size in sent))]
+        wave = len(self.rows)  # what the compiler left apart travels apart
         for dtype, size in sent:
             times = count if axis else 0
-            self.rows.append(Row(kind, axis, dtype, size, times, guard))
+            self.rows.append(Row(kind, axis, dtype, size, times, guard, wave=wave))
 
     def send(self, here, found, guard, count) -> None:
         text = found.attributes
@@ -154,8 +155,9 @@ class _Reader(NamedTuple):
             axis = self.axis([self.positions[pair] for pair in listed])
         else:
             axis = self.across_slices()
+        wave = len(self.rows)
         for dtype, size in arrays(here[found.operands[0]].shape):
-            self.rows.append(Row(kind, axis, dtype, size, count, guard))
+            self.rows.append(Row(kind, axis, dtype, size, count, guard, wave=wave))
 
     def axis(self, groups: Sequence[Any]) -> Axis:
         """The mesh axes along which members of a group differ."""

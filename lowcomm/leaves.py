@@ -84,7 +84,7 @@ def zeros(tree: PyTree, dtype: Any = None) -> PyTree:
     """Precise zeros for each leaf that takes part, ``None`` for the others."""
     return jax.tree.map(
         lambda x: (
-            jnp.zeros_like(x, dtype=_at_least(dtype, precise(jnp.asarray(x)).dtype))
+            jnp.zeros_like(x, dtype=at_least(dtype, precise(jnp.asarray(x)).dtype))
             if takes_part(x)
             else None
         ),
@@ -92,7 +92,7 @@ def zeros(tree: PyTree, dtype: Any = None) -> PyTree:
     )
 
 
-def _at_least(asked: Any, precise: Any) -> Any:
+def at_least(asked: Any, precise: Any) -> Any:
     """``asked``, if anything, but complex where the leaf is."""
     is_complex = jnp.issubdtype(precise, jnp.complexfloating)
     return precise if asked is None or is_complex else asked

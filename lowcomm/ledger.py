@@ -25,13 +25,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from .rows import Axis as Axis, Row as Row, opened, rows_of
-from .spmd import AXIS, vary
+from .spmd import AXIS, abstract_mesh, names, on_mesh, vary
 
 
 class Traffic(NamedTuple):
@@ -177,18 +176,22 @@ def traffic(
         >>> traffic(step, np.ones(5, np.float32), workers=1).bytes_always
         0
     """
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
     if isinstance(workers, Mesh | AbstractMesh):
         sizes = dict(workers.shape)
-        jaxpr, *_ = trace(fn, args, wrap=lambda flat: _on_mesh(flat, sizes, names))
+        mesh = abstract_mesh(sizes)
+
+        def meshed(flat):
+            return on_mesh(lambda *xs: flat(*vary(xs, axis)), mesh, axis, in_specs=P())
+
+        jaxpr, *_ = trace(fn, args, wrap=meshed)
         return Traffic(tuple(rows_of(jaxpr, sizes)))
     given = (workers,) if isinstance(workers, int | np.integer) else tuple(workers)
-    if len(given) != len(names) or any(size < 1 for size in given):
+    if len(given) != len(names(axis)) or any(size < 1 for size in given):
         raise ValueError(
             f"workers={workers} does not size axis={axis!r}: give one positive number "
             "per axis name."
         )
-    sizes = dict(zip(names, map(int, given), strict=True))
+    sizes = dict(zip(names(axis), map(int, given), strict=True))
     jaxpr, *_ = trace(fn, args, axis_env=list(sizes.items()))
     return Traffic(tuple(rows_of(jaxpr, sizes)))
 
@@ -233,21 +236,6 @@ def trace(
     # XLA removes collectives whose result is unused; so do all the readers.
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
     return live, consts, inputs, out
-
-
-def _on_mesh(fn: Callable, sizes: dict[str, int], names: tuple[str, ...]) -> Callable:
-    """One worker's function on a mesh without devices, its other axes automatic."""
-    # Explicit axes (the default of newer JAX) would ask for the inputs' shardings.
-    automatic = (AxisType.Auto,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
-
-    def local(*xs):
-        out = fn(*vary(xs, names))
-        return jax.tree.map(lambda y: vary(jnp.asarray(y)[None], names), out)
-
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=P(), out_specs=P(names), axis_names=set(names)
-    )
 
 
 def _largest(rows: Sequence[Row], price: Callable[[Row], Any], depth: int) -> Any:

@@ -7,7 +7,8 @@
 A leaf is parameter-like if optax says so (``optax.tree_map_params``): Adam's moments,
 momentum buffers, iterate averages. A step ``count`` is reset only together with the
 moments it belongs to, those in the same NamedTuple (Adam's bias correction), so that
-learning-rate schedules and injected hyperparameters go on. Counts are never averaged.
+learning-rate schedules and injected hyperparameters go on. Counts are never averaged,
+and gradients that ``optax.MultiSteps`` is still accumulating are no moments.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def _with_counts(marks: Any, params: Any) -> Any:
 
     if _is_state(marks):
         fields = marks._asdict()
+        if isinstance(marks, optax.MultiStepsState):
+            fields["acc_grads"] = jax.tree.map(lambda _: False, fields["acc_grads"])
         if fields.get("count") is False and any(map(holds_moments, fields.values())):
             fields["count"] = True
         return type(marks)(**{k: _with_counts(v, params) for k, v in fields.items()})

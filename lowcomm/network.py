@@ -10,19 +10,22 @@ A message of n bytes over a link of bandwidth β (bits a second) and latency α 
     broadcast                   8n/β +  (K−1)·α     pipelined along a chain
     permute, send               8n/β +        α
 
-Collectives of one execution follow each other and the computation: what a method
-overlaps is not overlapped here. One worker pays nothing.
+Collectives of one kind along one axis that do not wait for each other (``Row.wave``)
+leave together: their bytes add up and latency is paid once, as XLA's combiners and
+fused transports have it. All others follow each other and the computation: what a
+method overlaps is not overlapped here. One worker pays nothing.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .ledger import Axis, Row, Traffic, calls
+from .spmd import names
 
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}
@@ -203,10 +206,25 @@ def seconds(
             link=_slowest(row.axis, link),
         )
 
+    times = [1] * len(traffic.rows) if counts is None else calls(traffic, counts)
+    messages, ran = _messages(traffic, times)
     if counts is None:
-        return compute + float(traffic.largest(price))
-    pairs = zip(calls(traffic, counts), traffic.rows, strict=True)
+        return compute + float(messages.largest(price))
+    pairs = zip(ran, messages.rows, strict=True)
     return compute + sum(n * price(row) for n, row in pairs if n)
+
+
+def _messages(traffic: Traffic, times: Sequence[int]) -> tuple[Traffic, list[int]]:
+    """Rows that leave together as one, and how often each such message ran."""
+    together: dict[Any, list[tuple[int, Row]]] = {}
+    for n, row in zip(times, traffic.rows, strict=True):
+        key = (row.collective, row.axis, row.guard, row.wave, row.count, n)
+        together.setdefault(key, []).append((n, row))
+    rows = [
+        replace(rows[0][1], bytes=sum(row.bytes for _, row in rows))
+        for rows in together.values()
+    ]
+    return Traffic(tuple(rows)), [rows[0][0] for rows in together.values()]
 
 
 def _number(text: str, unit: str, prefixes: Mapping[str, float]) -> float | None:
@@ -219,20 +237,16 @@ def _number(text: str, unit: str, prefixes: Mapping[str, float]) -> float | None
     return float(found[1]) * prefixes[found[2]]
 
 
-def _names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
-
-
 def _size(axis: Axis, workers: int | Mapping[str, int]) -> int:
     if not isinstance(workers, Mapping):
         return int(workers)
-    return math.prod(_of(workers, name, "size") for name in _names(axis))
+    return math.prod(_of(workers, name, "size") for name in names(axis))
 
 
 def _slowest(axis: Axis, link: Link | Mapping[str, Link]) -> Link:
     if isinstance(link, Link):
         return link
-    links = [_of(link, name, "link") for name in _names(axis)]
+    links = [_of(link, name, "link") for name in names(axis)]
     return Link(
         min((one.bandwidth for one in links), default=math.inf),
         max((one.latency for one in links), default=0.0),

@@ -30,14 +30,14 @@ class DelayedState(NamedTuple):
     """State of ``delayed``."""
 
     arriving: PyTree  # what the next call returns
-    exchange: Any
+    delayed: Any
 
 
 class OverlappedState(NamedTuple):
     """State of ``overlapped``."""
 
     correction: PyTree  # what the next call adds
-    exchange: Any
+    overlapped: Any
 
 
 def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
@@ -70,7 +70,7 @@ def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
             )
         check_same_leaves("delayed", state.arriving, updates)
         leaving, inner = exchange.update(
-            updates, state.exchange, params, about=about, **extra
+            updates, state.delayed, params, about=about, **extra
         )
         out = map_exchanged(lambda x, old: old.astype(x.dtype), updates, state.arriving)
         arriving = map_leaves(
@@ -106,7 +106,10 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
 
     References:
         Zhou and Pu, `Accelerating Decentralized Optimization via Overlapping Local
-        Steps <https://arxiv.org/abs/2601.01493>`_, 2026.
+        Steps <https://arxiv.org/abs/2601.01493>`_, 2026. Shen et al., `Faster
+        Distributed Deep Net Training: Computation and Communication Decoupled
+        Stochastic Gradient Descent <https://arxiv.org/abs/1906.12043>`_, 2019
+        (CoCoD-SGD).
     """
 
     def init(params):
@@ -121,7 +124,7 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
         check_same_leaves("overlapped", state.correction, updates)
         out = map_exchanged(add, updates, state.correction)
         heard, inner = exchange.update(
-            out, state.exchange, params, about=about, **extra
+            out, state.overlapped, params, about=about, **extra
         )
         correction = jax.tree.map(
             lambda new, old: subtract(new, old) if takes_part(new) else None, heard, out

@@ -59,7 +59,8 @@ def quantize(
     that :math:`E\,C(x) = x`. With ``stochastic=False``, ``q_i`` is the nearest integer,
     halves to even, and :math:`|C(x)_i - x_i| \le \min(|x_i|, m/2L)`. ``block``
     consecutive elements share a scale; None: all. Zeros and a block's largest entries
-    come back exactly, so ``block=1`` is the identity. There is no floor under ``m``.
+    come back exactly in float32, so ``block=1`` is the identity there. There is no
+    floor under ``m``.
 
     Sent: an int8 or int16 code per element and a float32 ``m`` per block, the last of
     which may be shorter; no padding. NaN or infinity spoils its whole block, visibly.

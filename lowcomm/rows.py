@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-Axis = str | tuple[str, ...]
+from .spmd import Axis as Axis
 
 # One vocabulary for jaxpr and HLO. A maximum costs what a sum costs.
 COLLECTIVES = {
@@ -62,6 +62,8 @@ class Row:
         guard: the (conditional, branch) pairs on the way to it, outermost first.
         repeats: whether an equal collective of an equal operand precedes it in the
             same block; XLA sends such a pair once.
+        wave: how many collectives one after the other must end before it can begin;
+            those of one wave do not wait for each other.
     """
 
     collective: str
@@ -71,6 +73,7 @@ class Row:
     count: int | None = 1
     guard: tuple[tuple[int, int], ...] = ()
     repeats: bool = field(default=False, compare=False)
+    wave: int = field(default=0, compare=False)
 
 
 def opened(program: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
@@ -110,10 +113,12 @@ class _Values:
     """Numbers for the values of a straight-line program; equal numbers, equal values.
 
     Two equations with the same primitive, parameters and inputs give the same
-    outputs. What cannot be compared gets a number of its own.
+    outputs. What cannot be compared gets a number of its own. Each value also has its
+    wave: how many collectives lie behind it, at least ``base``.
     """
 
-    def __init__(self):
+    def __init__(self, base: int = 0):
+        self.base, self.waves = base, {}
         self.numbers: dict[Any, int] = {}
         self.seen: dict[Any, list[int]] = {}
         self.fresh = itertools.count()
@@ -124,6 +129,15 @@ class _Values:
         if atom not in self.numbers:
             self.numbers[atom] = next(self.fresh)
         return self.numbers[atom]
+
+    def wave(self, atoms: Sequence[Any]) -> int:
+        """The wave in which all of these values are there."""
+        waves = (self.waves.get(self.read(atom), self.base) for atom in atoms)
+        return max(waves, default=self.base)
+
+    def reach(self, eqn: core.JaxprEqn, wave: int) -> None:
+        """Put the outputs of an equation into a wave."""
+        self.waves.update((self.read(atom), wave) for atom in eqn.outvars)
 
     def equation(self, eqn: core.JaxprEqn, *, pure: bool) -> bool:
         """Number the outputs; whether the same equation came before."""
@@ -140,6 +154,8 @@ class _Values:
         if pure:
             self.seen[key] = outputs
         self.numbers.update(zip(eqn.outvars, outputs, strict=True))
+        if known is None:
+            self.reach(eqn, self.wave(eqn.invars))
         return known is not None
 
 
@@ -158,7 +174,9 @@ class _Walk(NamedTuple):
         programs = list(_programs(eqn.params))
         if kind is not None:
             repeats = values.equation(eqn, pure=True)
-            self.collective(eqn, kind, repeats, sizes, guard, count)
+            wave = values.wave(eqn.invars)
+            values.reach(eqn, wave + 1)
+            self.collective(eqn, kind, repeats, wave, sizes, guard, count)
             return
         if name in INLINED and len(programs) == 1:
             inner = opened(programs[0])[0]
@@ -171,29 +189,32 @@ class _Walk(NamedTuple):
         # The only effect of a pure equation is to name an axis.
         named = all(type(e).__name__ == "NamedAxisEffect" for e in eqn.effects)
         values.equation(eqn, pure=named and not programs)
+        wave, before = values.wave(eqn.invars), len(self.rows)
         if name == "cond":
             # Numbered from 1 in order of appearance; those that are silent, not at all.
             taken = [c for row in self.rows for c, _ in row.guard]
             mine = 1 + max(taken + [c for c, _ in guard], default=0)
             for i, branch in enumerate(eqn.params["branches"]):
                 inside = (*guard, (mine, i))
-                self.jaxpr(opened(branch)[0], _Values(), sizes, inside, count)
+                self.jaxpr(opened(branch)[0], _Values(wave), sizes, inside, count)
         elif name == "scan":
             times = None if count is None else count * int(eqn.params["length"])
             body = opened(eqn.params["jaxpr"])[0]
-            self.jaxpr(body, _Values(), sizes, guard, times)
+            self.jaxpr(body, _Values(wave), sizes, guard, times)
         elif name == "while":
             for part in ("cond_jaxpr", "body_jaxpr"):
                 body = opened(eqn.params[part])[0]
-                self.jaxpr(body, _Values(), sizes, guard, None)
+                self.jaxpr(body, _Values(wave), sizes, guard, None)
         elif name in ONCE and len(programs) == 1:
             inside = sizes | dict(getattr(eqn.params.get("mesh"), "shape", {}))
-            self.jaxpr(opened(programs[0])[0], _Values(), inside, guard, count)
+            self.jaxpr(opened(programs[0])[0], _Values(wave), inside, guard, count)
         else:
             for program in programs:
                 self.refuse(name, opened(program)[0], sizes)
+        if inner := self.rows[before:]:
+            values.reach(eqn, 1 + max(row.wave for row in inner))
 
-    def collective(self, eqn, kind, repeats, sizes, guard, count) -> None:
+    def collective(self, eqn, kind, repeats, wave, sizes, guard, count) -> None:
         members = {n: sizes[n] if n in sizes else lax.axis_size(n) for n in _axes(eqn)}
         # An axis of one is not crossed; mesh order, so that readers agree.
         axes = [n for n in members if members[n] > 1] or list(members)
@@ -216,6 +237,7 @@ class _Walk(NamedTuple):
                     count=count,
                     guard=guard,
                     repeats=repeats,
+                    wave=wave,
                 )
             )
 

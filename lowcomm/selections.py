@@ -71,6 +71,7 @@ def random_k(fraction: float, *, unbiased: bool = False) -> Compressor:
     Example:
         One of each pair is kept, the same on every worker that holds the shared key.
 
+        >>> from lowcomm.keys import Keys
         >>> keys = Keys(jax.random.key(1), None)
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0])
         >>> payload = random_k(0.5).encode(x, keys)

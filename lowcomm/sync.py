@@ -124,7 +124,7 @@ def average(
         moves, inner_state = inner.update(
             grads, state.inner, params, step=step, **extra
         )
-        here = map_leaves(add, params, moves)
+        inner_state = vary(inner_state, axis)
         since = state.since + 1
         fire, trigger = when.fire(
             state.trigger,
@@ -136,9 +136,9 @@ def average(
             **extra,
         )
 
-        def talk(inner_state, exchange_state, since):
+        def talk(realigned, exchange_state, since):
             there, exchange_state = exchange.update(
-                here,
+                map_leaves(add, params, moves),
                 exchange_state,
                 params,
                 step=step,
@@ -146,20 +146,18 @@ def average(
                 within=axis,
                 **extra,
             )
-            moves = map_leaves(subtract, there, params)
-            return (
-                moves,
-                agree(inner_state, there),
-                exchange_state,
-                jnp.zeros_like(since),
-            )
+            sync = map_leaves(subtract, there, params)
+            return sync, agree(realigned, there), exchange_state, jnp.zeros_like(since)
 
-        def rest(inner_state, exchange_state, since):
-            return map_leaves(precise, moves), inner_state, exchange_state, since
+        def rest(realigned, exchange_state, since):
+            return map_leaves(precise, moves), realigned, exchange_state, since
 
-        moves, inner_state, exchange_state, since = uniform.cond(
-            fire, talk, rest, inner_state, state.exchange, since, axis=axis
+        # A conditional copies what passes through it: moments that stay go around.
+        realigned = () if moments == "keep" else inner_state
+        moves, realigned, exchange_state, since = uniform.cond(
+            fire, talk, rest, realigned, state.exchange, since, axis=axis
         )
+        inner_state = inner_state if moments == "keep" else realigned
         return leave(moves, whole), AverageState(
             inner_state, exchange_state, trigger, since
         )

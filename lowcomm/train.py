@@ -15,15 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .anchor import apply_updates
 from .leaves import PyTree
 from .ledger import Traffic, traffic
 from .meter import meter
-from .spmd import AXIS, Axis, names, spread, stack, vary
+from .readout import apply_updates
+from .spmd import AXIS, Axis, names, stack, vary
 from .uniform import Question, known
+from .workers import spread
 
 Loss = Callable[[PyTree, PyTree], Any]
 Batches = Callable[[int], PyTree] | Iterable[PyTree]
+
+
+# More kinds of step than this share one program that decides as it runs.
+MOST_PROGRAMS = 8
 
 
 class Program(NamedTuple):
@@ -54,13 +59,15 @@ def local_step(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    extra_args: Callable[[PyTree], dict] | None = None,
     axis: Axis = AXIS,
 ) -> Callable:
     """One worker's step, for ``spread`` and any loop.
 
     It maps ``(params, state, batch, step)`` to ``(params, state, metrics)``.
     ``loss(params, batch)`` is a scalar, or ``(scalar, aux)`` with ``has_aux``. ``tx``
-    is passed ``step=`` and ``value=`` (the loss). ``metrics`` holds ``"loss"`` and,
+    is passed ``step=``, ``value=`` (the loss) and what ``extra_args(batch)`` returns,
+    such as the ``weight`` of ``weighted_mean``. ``metrics`` holds ``"loss"`` and,
     if there is one, ``"aux"``, of this worker. Parameters are marked as this worker's
     own before differentiating: the gradient of a parameter that is declared
     replicated is the sum over the workers.
@@ -88,7 +95,8 @@ def local_step(
         # JAX's gradient of an integer has a type that no arithmetic takes.
         still = lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g
         grads = jax.tree.map(still, params, grads)
-        updates, state = tx.update(grads, state, params, step=step, value=value)
+        more = {} if extra_args is None else extra_args(batch)
+        updates, state = tx.update(grads, state, params, step=step, value=value, **more)
         params = apply_updates(params, updates, state)
         return params, state, {"loss": value} | ({"aux": aux[0]} if aux else {})
 
@@ -106,6 +114,7 @@ def fit(
     start: int = 0,
     state: Any = None,
     has_aux: bool = False,
+    extra_args: Callable[[PyTree], dict] | None = None,
     mesh: Any = None,
     axis: Axis = AXIS,
     backend: str | None = None,
@@ -122,8 +131,9 @@ def fit(
 
     The step is known to the host, so clock triggers are decided when a program is
     traced, and a step between two syncs holds no conditional and no collective. One
-    program is compiled for each kind of step: that is, for each set of answers to
-    what the triggers asked about the step.
+    program is compiled for each kind of step, that is, for each set of answers to what
+    the triggers asked about the step; beyond eight, one with conditionals serves the
+    rest.
 
     Raises:
         FloatingPointError: a worker's loss is not finite; names step and worker.
@@ -140,11 +150,13 @@ def fit(
         >>> print(abs(run.params - 1.0) < 0.02)
         [ True  True]
     """
-    if state is None:
+    if state is not None:  # the caller's arrays are not ours to donate
+        params, state = jax.tree.map(jnp.copy, (params, state))
+    else:
         params = stack(params, workers, mesh=mesh, axis=axis)
         init = spread(tx.init, mesh=mesh, axis=axis, backend=backend)
         state = jax.jit(init)(params)
-    step = local_step(loss, tx, has_aux=has_aux, axis=axis)
+    step = local_step(loss, tx, has_aux=has_aux, extra_args=extra_args, axis=axis)
     sizes = workers if mesh is None else [mesh.shape[name] for name in names(axis)]
     programs: list[_Compiled] = []
     feed = batches if callable(batches) else _in_order(batches)
@@ -173,7 +185,8 @@ def fit(
         _check_batch(batch, workers)
         program = next((p for p in programs if p.serves(t)), None)
         if program is None:
-            program = _Compiled(step, t, sizes, axis, mesh=mesh, backend=backend)
+            host = t if len(programs) < MOST_PROGRAMS else None
+            program = _Compiled(step, host, sizes, axis, mesh=mesh, backend=backend)
             programs.append(program)
         (params, state, metrics), ran = program(params, state, batch, jnp.int32(t))
         if on_step is not None:
@@ -195,7 +208,9 @@ def fit(
 class _Compiled:
     """A step's program, with what it was told about its step when it was traced."""
 
-    def __init__(self, step: Callable, host: int, workers: Any, axis: Axis, **how: Any):
+    def __init__(
+        self, step: Callable, host: int | None, workers: Any, axis: Axis, **how: Any
+    ):
         self.asked: list[Question] = []
         self.steps = 0
         self.ran: Any = 0
@@ -203,6 +218,8 @@ class _Compiled:
         self.workers, self.axis = workers, axis
 
         def worker(params, state, batch, now):
+            if host is None:
+                return step(params, state, batch, now)
             with known(now, host, self.asked):
                 return step(params, state, batch, now)
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from . import uniform
 from .leaves import PyTree, precise, takes_part
@@ -64,6 +66,11 @@ def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
         >>> [when.fire((), step=t)[0] for t in range(6)]
         [True, True, True, False, False, True]
     """
+    if isinstance(period, Tracer):
+        raise ValueError(
+            "period is a traced array and must be a number known when the program is "
+            "built: inject_hyperparams takes it in static_args."
+        )
     if not (period >= 1 and period == int(period)):
         raise ValueError(
             f"period {period} must be a whole number of steps, at least 1 (each step)."
@@ -93,6 +100,14 @@ def drift_exceeds(threshold: float) -> Trigger:
 
     Raises:
         ValueError: a negative or NaN threshold.
+
+    Example:
+        One worker is 3 away, the other 1; both hear that somebody is 2 away or more.
+
+        >>> from lowcomm import spread
+        >>> when = drift_exceeds(2.0)
+        >>> spread(lambda d: when.fire((), drift=d)[0])(jnp.array([1.0, -3.0]))
+        Array([ True,  True], dtype=bool)
     """
     _check_threshold(threshold)
 
@@ -123,7 +138,8 @@ def change_exceeds(
 
     ``δ`` is ``threshold`` (a ratio), ``W`` is ``window``, ``α`` is ``smoothing``; the
     first ``warmup`` steps (``window`` by default) fire whatever the gradients do, and
-    until the window is full there is no change to speak of. Sends 4 bytes a step.
+    until the window is full there is no change to speak of. Sends 4 bytes a step, but
+    none on steps that are known at trace to belong to the warm-up.
     A norm that jumps by a factor r from a flat window changes ``s`` by
     ``α/(1 − q^W) · |r − 1|``, 0.045 |r − 1| with the defaults: choose ``δ`` with
     ``W`` and ``α`` in view.
@@ -136,6 +152,20 @@ def change_exceeds(
         The norm is the unsquared norm of all gradients together and is smoothed once.
         The paper prints the squared norm; the released code sums the norms of the
         layers, smooths twice, and warms up for one step less.
+
+    Example:
+        A worker's gradient jumps at the fourth step, and both hear of it.
+
+        >>> from lowcomm import spread
+        >>> when = change_exceeds(0.5, window=1, smoothing=0.0)
+        >>> def worker(norms):
+        ...     state, fires = when.init(None), []
+        ...     for t in range(5):
+        ...         fired, state = when.fire(state, step=t, grads=norms[t])
+        ...         fires.append(fired)
+        ...     return jnp.array(fires)
+        >>> print(spread(worker)(jnp.array([[1.0, 1, 1, 1, 1], [1.0, 1, 1, 9, 9]]))[0])
+        [ True False False  True False]
 
     References:
         Tyagi and Swany, `Accelerating Distributed ML Training via Selective
@@ -153,7 +183,7 @@ def change_exceeds(
     # Normalized here: a division behind the sum may be fused into the difference below
     # and leave a rounding of it, where there should be none.
     total = sum(q**k for k in range(1, window + 1))
-    weights = jnp.array([q**k / total for k in range(1, window + 1)], jnp.float32)
+    weights = np.array([q**k / total for k in range(1, window + 1)], np.float32)
 
     def init(params):
         return ChangeState(
@@ -171,7 +201,7 @@ def change_exceeds(
         # A window of zeros: no change if it stays so, an infinite one if it does not.
         still = difference == 0
         change = jnp.where(still, 0.0, difference / jnp.where(still, 1, state.smoothed))
-        change = jnp.where(was_full, change, 0.0)
+        change = jnp.where(was_full | jnp.isnan(change), change, 0.0)
         wants = _any_worker(_reaches(change, threshold), axis)
         warm = uniform.decide(lambda t: t < warmup, step)
         seen = jnp.minimum(state.seen + 1, window)
@@ -236,6 +266,8 @@ def _norm(tree: PyTree) -> jax.Array:
 
 
 def _check_threshold(threshold: float) -> None:
+    if isinstance(threshold, Tracer):  # injected: a comparison will do
+        return
     if not threshold >= 0:
         raise ValueError(
             f"threshold {threshold} must be 0 or more (infinity is never)."

@@ -50,8 +50,9 @@ _KNOWN: contextvars.ContextVar[tuple[_Known, ...]] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def known(value: jax.Array, host: int, asked: list[Question]) -> Iterator[None]:
+def known(
+    value: jax.Array, host: int, asked: list[Question]
+) -> contextlib.AbstractContextManager[None]:
     """Within, the host knows that the traced step ``value`` is ``host``.
 
     What is decided about it is decided at trace and noted in ``asked``. It stays a
@@ -59,7 +60,12 @@ def known(value: jax.Array, host: int, asked: list[Question]) -> Iterator[None]:
     passes through ``jit`` or ``scan`` it is another array, of which nothing is known:
     then there is a conditional, and the program is right as well.
     """
-    token = _KNOWN.set((*_KNOWN.get(), _Known(value, host, 0, asked)))
+    return _knowing(_Known(value, host, 0, asked))
+
+
+@contextlib.contextmanager
+def _knowing(clock: _Known) -> Iterator[None]:
+    token = _KNOWN.set((*_KNOWN.get(), clock))
     try:
         yield
     finally:
@@ -83,10 +89,11 @@ def now(step: Any, axis: Axis) -> Any:
         )
     if isinstance(step, int | np.integer) and not isinstance(step, bool):
         return int(step)
-    if jnp.ndim(step) != 0 or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+    dtype = jnp.result_type(step)
+    if jnp.ndim(step) != 0 or not jnp.issubdtype(dtype, jnp.signedinteger):
         raise ValueError(
-            "step must be one integer for all workers, not "
-            f"{jnp.result_type(step)}{jnp.shape(step)}: pass it to spread with "
+            "step must be one signed integer for all workers, not "
+            f"{dtype}{jnp.shape(step)}: pass it to spread with "
             "in_axes=None instead of stacking it."
         )
     check_uniform(step, axis, "step")
@@ -108,14 +115,18 @@ def decide(ask: Callable[[Any], Any], step: Any) -> Any:
     return ask(step)
 
 
-def ago(step: Any, steps: int) -> Any:
-    """``step − steps``, keeping what the host knows."""
-    clock, earlier = _recall(step), step - steps
-    if clock is not None:
-        _, host, lag, asked = clock
-        earlier_clock = _Known(earlier, host - steps, lag + steps, asked)
-        _KNOWN.set((*_KNOWN.get(), earlier_clock))
-    return earlier
+@contextlib.contextmanager
+def earlier(step: Any, steps: int) -> Iterator[Any]:
+    """Within, the step ``steps`` ago, known to the host if ``step`` is."""
+    clock, then = _recall(step), step - steps
+    with contextlib.ExitStack() as stack:
+        if clock is not None:
+            stack.enter_context(
+                _knowing(
+                    _Known(then, clock.host - steps, clock.lag + steps, clock.asked)
+                )
+            )
+        yield then
 
 
 def cond(pred: Any, yes: Callable, no: Callable, *operands: Any, axis: Axis) -> Any:

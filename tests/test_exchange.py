@@ -8,11 +8,11 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
-from lowcomm.compressors import top_k
+from lowcomm import top_k
 from lowcomm.exchange import gossip, mean, weighted_mean
 from lowcomm.feedback import error_feedback
 from lowcomm.ledger import traffic
-from lowcomm.spmd import AXIS, spread, vary, worker_mesh
+from lowcomm.spmd import AXIS, vary, worker_mesh
 from lowcomm.sync import average
 from lowcomm.topology import (
     Graph,
@@ -24,6 +24,7 @@ from lowcomm.topology import (
     ring,
 )
 from lowcomm.triggers import every
+from lowcomm.workers import spread
 
 K = 4
 EPS = float(jnp.finfo(jnp.float32).eps)

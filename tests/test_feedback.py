@@ -13,8 +13,9 @@ from jax import lax
 from lowcomm import Compressor, payload_bytes, quantize, random_k, sign, top_k
 from lowcomm.feedback import compressed_mean, difference_feedback, error_feedback
 from lowcomm.ledger import traffic
-from lowcomm.spmd import AXIS, NotUniform, spread, vary, worker_mesh
+from lowcomm.spmd import AXIS, NotUniform, vary, worker_mesh
 from lowcomm.sync import average
+from lowcomm.workers import spread
 
 K = 4
 EPS = float(jnp.finfo(jnp.float32).eps)

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from lowcomm.hlo import compiled_traffic
 from lowcomm.ledger import Row, Traffic, traffic
 from lowcomm.meter import meter
-from lowcomm.spmd import AXIS, spread, vary
+from lowcomm.spmd import AXIS, vary
+from lowcomm.workers import spread
 
 K, N = 8, 6
 BYTES = 4 * N

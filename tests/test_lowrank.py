@@ -11,8 +11,9 @@ from jax import lax
 
 from lowcomm.ledger import traffic
 from lowcomm.lowrank import low_rank_bytes, powersgd
-from lowcomm.spmd import AXIS, spread, vary, worker_mesh
+from lowcomm.spmd import AXIS, vary, worker_mesh
 from lowcomm.sync import average
+from lowcomm.workers import spread
 
 K, T, M, N = 4, 4, 12, 8
 EPS = float(jnp.finfo(jnp.float32).eps)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from lowcomm.ledger import Row, Traffic, traffic
+from lowcomm.lowrank import powersgd
 from lowcomm.network import Link, collective_seconds, seconds
 from lowcomm.spmd import AXIS
 
@@ -91,7 +92,7 @@ def test_without_counts_each_conditional_takes_its_dearest_branch():
 
 
 def test_the_dearest_branch_is_the_one_of_most_seconds_not_of_most_bytes():
-    many = [Row("permute", AXIS, "int8", 1, 1, ((1, 0),)) for _ in range(9)]
+    many = [Row("permute", AXIS, "int8", 1, 1, ((1, 0),), wave=i) for i in range(9)]
     one = Row("permute", AXIS, "int8", 100, 1, ((1, 1),))
     program = sent(*many, one)
     assert program.bytes_max == 100
@@ -207,3 +208,43 @@ def test_a_mean_of_compiled_size_is_priced_like_its_row():
     program = traffic(lambda x: lax.pmean(x, AXIS), shape, workers=8)
     cost = collective_seconds("all_reduce", 4_000_000, workers=8, link=LINK)
     assert seconds(program, LINK, 8) == cost
+
+
+def test_collectives_that_do_not_wait_for_each_other_pay_latency_once():
+    link = Link.parse("1Gbit", "10ms")
+
+    def both(x, y):
+        return lax.psum(x, AXIS), lax.psum(y, AXIS)
+
+    def one_after_the_other(x, y):
+        return lax.psum(y + lax.psum(x, AXIS).sum(), AXIS)
+
+    def in_a_branch(x, y, fire):
+        talk = lambda x, y: both(x, y)
+        return lax.cond(fire, talk, lambda x, y: (x, y), x, y)
+
+    x, y = jnp.zeros(1000), jnp.zeros(500)
+    price = lambda fn, *args: seconds(traffic(fn, *args, workers=4), link, 4)
+    one = lambda n: 2 * 3 / 4 * 8 * 4 * n / 1e9 + 2 * 3 * 0.01
+    assert price(both, x, y) == pytest.approx(one(1500), rel=1e-12)
+    assert price(one_after_the_other, x, y) == pytest.approx(
+        one(1000) + one(500), rel=1e-12
+    )
+    assert price(in_a_branch, x, y, np.bool_(True)) == pytest.approx(one(1500))
+
+
+def test_powersgd_waits_twice_whatever_the_number_of_matrices():
+    grads = [jnp.zeros((32, 32))] * 3 + [jnp.zeros(32)]
+    tx = powersgd(2)
+    worker = lambda g: tx.update(g, tx.init(g), step=0)[0]
+    rows = traffic(worker, grads, workers=4).rows
+    assert sorted(row.wave for row in rows) == [0] * 4 + [1] * 3
+
+
+def test_what_follows_a_loop_that_talks_waits_for_it():
+    def worker(x):
+        x, _ = lax.scan(lambda x, _: (lax.pmean(x, AXIS), None), x, length=3)
+        return lax.pmean(x, AXIS)
+
+    first, second = traffic(worker, jnp.zeros(2), workers=4).rows
+    assert (first.wave, second.wave) == (0, 1)

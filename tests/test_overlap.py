@@ -7,13 +7,13 @@ import optax
 import pytest
 from jax import lax
 
+from lowcomm import top_k
 from lowcomm.anchor import rounds
-from lowcomm.compressors import top_k
 from lowcomm.exchange import gossip, mean
 from lowcomm.feedback import error_feedback
 from lowcomm.ledger import traffic
 from lowcomm.overlap import delayed, overlapped
-from lowcomm.spmd import spread, worker_mesh
+from lowcomm.spmd import worker_mesh
 from lowcomm.sync import average
 from lowcomm.topology import (
     complete,
@@ -23,6 +23,7 @@ from lowcomm.topology import (
     ring,
 )
 from lowcomm.triggers import every
+from lowcomm.workers import spread
 
 K = 4
 EPS = float(jnp.finfo(jnp.float32).eps)

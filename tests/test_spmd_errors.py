@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from lowcomm import spmd
 from lowcomm.keys import leaf_keys
-from lowcomm.spmd import AXIS, spread, stack, worker_mesh
+from lowcomm.spmd import AXIS, stack, worker_mesh
+from lowcomm.workers import spread
 
 
 def floats(*shape):

@@ -11,10 +11,11 @@ from jax import lax
 
 from lowcomm.anchor import rounds
 from lowcomm.ledger import traffic
-from lowcomm.spmd import AXIS, NotUniform, spread, vary, worker_mesh
+from lowcomm.spmd import AXIS, NotUniform, vary, worker_mesh
 from lowcomm.sync import average
 from lowcomm.triggers import Trigger, any_of, change_exceeds, drift_exceeds, every
 from lowcomm.uniform import known
+from lowcomm.workers import spread
 
 K = 4
 EPS = float(jnp.finfo(jnp.float32).eps)

@@ -7,8 +7,9 @@ import optax
 import pytest
 from jax import lax
 
-from lowcomm.spmd import AXIS, NotUniform, spread, worker_mesh
-from lowcomm.uniform import ago, cond, decide, known, now, switch
+from lowcomm.spmd import AXIS, NotUniform, worker_mesh
+from lowcomm.uniform import cond, decide, earlier, known, now, switch
+from lowcomm.workers import spread
 
 
 def floats(*shape):
@@ -51,7 +52,9 @@ def test_a_missing_step_is_refused_with_both_remedies():
 
 @pytest.mark.parametrize("step", [1.5, True, jnp.float32(2), jnp.arange(3)])
 def test_a_step_that_is_not_one_integer_is_refused_with_its_type(step):
-    with pytest.raises(ValueError, match=r"one integer for all workers, not \w+"):
+    with pytest.raises(
+        ValueError, match=r"one signed integer for all workers, not \w+"
+    ):
         now(step, AXIS)
 
 
@@ -83,17 +86,18 @@ def test_all_forms_of_a_step_decide_alike(t):
 
 def test_a_question_about_the_past_is_noted_as_one_about_the_present():
     def asking(t):
-        before = ago(t, 2)
-        assert decide(lambda t: t == 5, before) is True
-        assert decide(lambda t: t == 3, ago(before, 1)) is False
+        with earlier(t, 2) as before, earlier(before, 1) as then:
+            assert decide(lambda t: t == 5, before) is True
+            assert decide(lambda t: t == 3, then) is False
         assert decide(lambda t: t == 7, t) is True
-        return before, ago(before, 1)
+        return before, then
 
     (two, three), asked = with_host(asking, 7)
     assert [q.ask(7) for q in asked] == [True, False, True]
     assert [q.ask(6) for q in asked] == [False, True, False]
     assert (int(two), int(three)) == (5, 4)
-    assert (ago(7, 2), int(ago(jnp.int32(7), 2))) == (5, 5)
+    with earlier(7, 2) as number, earlier(jnp.int32(7), 2) as array:
+        assert (number, int(array)) == (5, 5)
 
 
 def test_a_known_step_is_an_array_to_everyone_else():
@@ -120,8 +124,8 @@ def test_what_is_known_is_known_of_that_step_and_there_only():
     assert with_host(asking, 5) == ((True, True), [])
 
     def after(t):
-        with known(t, 5, []):
-            assert decide(lambda t: t == 5, ago(t, 0)) is True
+        with known(t, 5, []), earlier(t, 0) as then:
+            assert decide(lambda t: t == 5, then) is True
         return decide(lambda t: t == 5, t)
 
     assert jax.make_jaxpr(after)(jnp.int32(0)).out_avals[0].dtype == bool

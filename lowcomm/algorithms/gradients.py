@@ -10,12 +10,10 @@ from ..lowrank import powersgd
 from ..quantizers import sign
 from ..selections import top_k
 from ..spmd import AXIS, Axis
-
-Inner = optax.GradientTransformation
-Talking = optax.GradientTransformationExtraArgs
+from ..sync import Talking, Transformation
 
 
-def data_parallel(inner: Inner, *, axis: Axis = AXIS) -> Talking:
+def data_parallel(inner: Transformation, *, axis: Axis = AXIS) -> Talking:
     r"""Synchronous data-parallel training: the mean gradient, then ``inner``.
 
     .. math:: x \leftarrow x + \text{inner}(\tfrac1K \sum_i g_i)
@@ -34,7 +32,7 @@ def data_parallel(inner: Inner, *, axis: Axis = AXIS) -> Talking:
 
 
 def top_k_sgd(
-    inner: Inner, *, fraction: float = 0.01, seed: int = 0, axis: Axis = AXIS
+    inner: Transformation, *, fraction: float = 0.01, axis: Axis = AXIS
 ) -> Talking:
     r"""Top-k sparsified gradients with error feedback, then ``inner``.
 
@@ -73,10 +71,10 @@ def top_k_sgd(
         Stich, Cordonnier and Jaggi, `Sparsified SGD with Memory
         <https://arxiv.org/abs/1809.07599>`_, 2018, Algorithm 1.
     """
-    return optax.chain(error_feedback(top_k(fraction), seed=seed, axis=axis), inner)
+    return optax.chain(error_feedback(top_k(fraction), axis=axis), inner)
 
 
-def sign_sgd(inner: Inner, *, seed: int = 0, axis: Axis = AXIS) -> Talking:
+def sign_sgd(inner: Transformation, *, axis: Axis = AXIS) -> Talking:
     r"""Scaled signs with error feedback, then ``inner`` (EF-signSGD).
 
     .. math::
@@ -102,11 +100,11 @@ def sign_sgd(inner: Inner, *, seed: int = 0, axis: Axis = AXIS) -> Talking:
         Karimireddy et al., `Error Feedback Fixes SignSGD and other Gradient
         Compression Schemes <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 1.
     """
-    return optax.chain(error_feedback(sign(), seed=seed, axis=axis), inner)
+    return optax.chain(error_feedback(sign(), axis=axis), inner)
 
 
 def powersgd_sgd(
-    inner: Inner, *, rank: int = 2, seed: int = 0, axis: Axis = AXIS
+    inner: Transformation, *, rank: int = 2, seed: int = 0, axis: Axis = AXIS
 ) -> Talking:
     r"""Low-rank gradients with error feedback, then ``inner`` (PowerSGD).
 

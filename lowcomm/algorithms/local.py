@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import uniform
 from ..anchor import rounds
 from ..leaves import PyTree, map_leaves, precise
 from ..spmd import AXIS, Axis
-from ..sync import average
+from ..sync import Talking, Transformation, average
 from ..triggers import every
-
-Inner = optax.GradientTransformation
-Talking = optax.GradientTransformationExtraArgs
 
 
 class SlowMomentumState(NamedTuple):
@@ -26,7 +22,7 @@ class SlowMomentumState(NamedTuple):
 
 
 def local_sgd(
-    inner: Inner, *, period: int, moments: str = "keep", axis: Axis = AXIS
+    inner: Transformation, *, period: int, moments: str = "keep", axis: Axis = AXIS
 ) -> Talking:
     r"""Local SGD: ``period`` local steps, then the mean of the parameters.
 
@@ -60,7 +56,7 @@ def local_sgd(
 
 
 def post_local_sgd(
-    inner: Inner, *, warmup: int, period: int, axis: Axis = AXIS
+    inner: Transformation, *, warmup: int, period: int, axis: Axis = AXIS
 ) -> Talking:
     r"""Post-local SGD: average at each of the first steps, then every ``period``.
 
@@ -71,9 +67,21 @@ def post_local_sgd(
     divides.
 
     Example:
-        >>> from lowcomm import every
-        >>> [every(4, warmup=2).fire((), step=t)[0] for t in range(8)]
-        [True, True, False, True, False, False, False, True]
+        Workers pull apart by 2 a step where they do not agree.
+
+        >>> import jax.numpy as jnp
+        >>> from lowcomm import spread
+        >>> tx = post_local_sgd(optax.sgd(1.0), warmup=2, period=4)
+        >>> def worker(x, g):
+        ...     state, path = tx.init(x), []
+        ...     for t in range(8):
+        ...         moves, state = tx.update(g, state, x, step=t)
+        ...         x = x + moves
+        ...         path.append(x)
+        ...     return jnp.stack(path)
+        >>> path = spread(worker)(jnp.zeros(2), jnp.array([1.0, 3.0]))
+        >>> print(path[0] - path[1])
+        [0. 0. 2. 0. 2. 4. 6. 0.]
 
     References:
         Lin, Stich, Patel and Jaggi, `Don't Use Large Mini-Batches, Use Local SGD
@@ -83,7 +91,7 @@ def post_local_sgd(
 
 
 def diloco(
-    inner: Inner,
+    inner: Transformation,
     *,
     period: int = 500,
     outer_lr: float = 0.7,
@@ -130,7 +138,7 @@ def diloco(
 
 
 def slowmo(
-    inner: Inner,
+    inner: Transformation,
     *,
     period: int,
     learning_rate: optax.ScalarOrSchedule,
@@ -201,6 +209,18 @@ def slow_momentum(
     rate this is heavy-ball momentum with ``η = α``; when the rate drops, SlowMo
     rescales old momentum to the new rate and heavy ball does not. Where ``γ`` is 0
     nothing has moved, and nothing is added to ``u``.
+
+    Example:
+        At a constant rate it is heavy-ball momentum.
+
+        >>> slow = slow_momentum(0.1, period=4, momentum=0.5)
+        >>> ball = optax.sgd(1.0, momentum=0.5)
+        >>> d, a, b = jnp.ones(()), slow.init(jnp.ones(())), ball.init(jnp.ones(()))
+        >>> for t in (3, 7):
+        ...     (x, a), (y, b) = slow.update(d, a, step=t), ball.update(d, b)
+        ...     print(x, y)
+        -1.0 -1.0
+        -1.5 -1.5
     """
 
     def init(params):
@@ -208,15 +228,18 @@ def slow_momentum(
             map_leaves(lambda p: jnp.zeros_like(precise(p)), params)
         )
 
-    def update(updates, state, params=None, *, step=None, axis: Axis = AXIS, **extra):
+    def update(updates, state, params=None, *, step=None, **extra):
         if callable(learning_rate):
-            steps = uniform.now(step, axis) - jnp.arange(period, dtype=jnp.int32)
-            gamma = jnp.mean(jax.vmap(learning_rate)(steps))
+            back = jnp.arange(period, dtype=jnp.int32)
+            steps = jnp.maximum(jnp.asarray(step, jnp.int32) - back, 0)
+            gamma = jnp.mean(jax.vmap(learning_rate)(steps)).astype(jnp.float32)
         else:
             gamma = jnp.asarray(learning_rate, jnp.float32)
         safe = jnp.where(gamma == 0, 1, gamma)
         slow = map_leaves(
-            lambda u, d: momentum * u + jnp.where(gamma == 0, 0, d / safe),
+            lambda u, d: (
+                momentum * u + jnp.where(gamma == 0, 0, d / safe).astype(u.dtype)
+            ),
             state.slow,
             updates,
         )
