@@ -21,6 +21,7 @@ lint: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "lowcomm needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "installing pinned versions into $(VENV) ..."
 	@if command -v uv >/dev/null 2>&1; then \
 		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
 		uv pip install --quiet --python $(BIN)/python -e '.[experiments,dev]' -c constraints.txt; \

@@ -98,8 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             errors.print(f"stopped; {folder} keeps what was written", soft_wrap=True)
             return 130
         records.finish(run, results)
-        figure, _ = plots.figure(results, run.path / "comparison")
+        failed = _failures(results)
+        if len(failed) < len(names):
+            figure, _ = plots.figure(results, run.path / "comparison")
     console.print(table(results))
+    for name, failure in failed.items():
+        console.print(f"{name} failed: {failure}", soft_wrap=True, highlight=False)
+    if len(failed) == len(names):
+        return 1
     console.print(f"figure: {figure}", soft_wrap=True, highlight=False)
     return 0
 
@@ -173,9 +179,8 @@ def table(results: Mapping[str, Any]) -> Table:
     for column in (*metrics, "syncs", "payload", "fewer", "time", "steps/s"):
         drawn.add_column(column, justify="right", no_wrap=True)
     for name, method in results["methods"].items():
-        failures = [text for text in method["failure"] if text]
-        if failures:
-            drawn.add_row(name, f"[red]{failures[0].partition(':')[0]}[/]")
+        if name in _failures(results):
+            drawn.add_row(name, "[red]failed[/]")
             continue
         sent = np.mean([seed[-1] for seed in method["bytes"]])
         seconds = np.mean([seed[-1] for seed in method["seconds"]])
@@ -189,6 +194,15 @@ def table(results: Mapping[str, Any]) -> Table:
             f"{1 / np.mean(method['step_seconds']):.0f}",
         )
     return drawn
+
+
+def _failures(results: Mapping[str, Any]) -> dict[str, str]:
+    """Why methods failed, by name; the first seed that did."""
+    found = {
+        name: [text for text in method["failure"] if text]
+        for name, method in results["methods"].items()
+    }
+    return {name: texts[0] for name, texts in found.items() if texts}
 
 
 def _checked(settings: Settings) -> tuple[list[str], Where]:
@@ -206,17 +220,25 @@ def _checked(settings: Settings) -> tuple[list[str], Where]:
     find_split(settings.split, alpha=settings.alpha)
     for count in ("workers", "steps", "seeds", "batch_size", "evaluations"):
         if getattr(settings, count) < 1:
+            option = "--" + count.replace("_", "-")
             raise ValueError(
-                f"{count} must be at least 1, not {getattr(settings, count)}"
+                f"{option} must be at least 1, not {getattr(settings, count)}"
             )
     link = lc.Link.parse(settings.bandwidth, settings.latency)
-    compute = None if settings.compute is None else parse_latency(settings.compute)
+    try:
+        compute = None if settings.compute is None else parse_latency(settings.compute)
+    except ValueError:
+        raise ValueError(
+            f"--compute {settings.compute!r}: write seconds such as '5ms'."
+        ) from None
     mesh = None
     if settings.backend != "vmap":
         # Only before the backend starts; after that the mesh says what is missing.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", settings.workers)
         mesh = lc.worker_mesh(settings.workers)
+    for name in names:
+        _transformation(settings, name)  # raises before anything is trained
     return names, Where(settings.workers, link, mesh, settings.backend, compute)
 
 
@@ -232,6 +254,15 @@ def _task(settings: Settings, seed: int) -> Task:
     )
 
 
+def _transformation(settings: Settings, name: str) -> Any:
+    return CATALOGUE[name].make(
+        workers=settings.workers,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        fraction=settings.fraction,
+    )
+
+
 def _measure(
     settings: Settings,
     name: str,
@@ -240,15 +271,9 @@ def _measure(
     seed: int,
     on_evaluation: Callable[[dict[str, Any]], None],
 ) -> Measurement:
-    tx = CATALOGUE[name].make(
-        workers=settings.workers,
-        steps=settings.steps,
-        learning_rate=settings.learning_rate,
-        fraction=settings.fraction,
-    )
     return measure(
         task,
-        tx,
+        _transformation(settings, name),
         where=where,
         steps=settings.steps,
         seed=seed,

@@ -31,6 +31,7 @@ from .leaves import (
     zeros,
 )
 from .moments import realign
+from .parts import expect
 from .spmd import AXIS, Axis, vary
 from .sync import Talking, Transformation, enter, leave
 from .triggers import Trigger, every
@@ -117,6 +118,8 @@ def rounds(
         (delay and pull). Zhang et al., `Lookahead <https://arxiv.org/abs/1907.08610>`_,
         2019, is the case of one worker.
     """
+    expect(optax.GradientTransformation, inner=inner, outer=outer, exchange=exchange)
+    expect(Trigger, when=when)
     inner = optax.with_extra_args_support(inner)
     outer = optax.with_extra_args_support(outer)
     exchange = optax.with_extra_args_support(

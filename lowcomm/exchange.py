@@ -24,6 +24,7 @@ from jax import lax
 
 from . import uniform
 from .leaves import PyTree, map_exchanged, precise, takes_part
+from .parts import expect
 from .spmd import (
     AXIS,
     Axis,
@@ -199,6 +200,7 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
         >>> spread(worker)(jnp.array([0.0, 0.0, 3.0, 0.0]))
         Array([0., 1., 1., 1.], dtype=float32)
     """
+    expect(Graph, graph=graph)
     changing = len(graph.rounds) > 1
     for i in range(len(graph.rounds)):
         mixing_matrix(graph, i)  # raises unless it is doubly stochastic

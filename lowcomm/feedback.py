@@ -36,6 +36,7 @@ from .leaves import (
     takes_part,
     zeros,
 )
+from .parts import expect
 from .spmd import AXIS, Axis, axis_size, names, vary
 
 
@@ -139,6 +140,7 @@ def compressed_mean(
         Array([[2., 1.],
                [2., 1.]], dtype=float32)
     """
+    expect(Compressor, compressor=compressor)
 
     def update(
         updates,
@@ -200,6 +202,7 @@ def error_feedback(
         Decay as in Sarfi et al., `Communication Efficient LLM Pre-training with
         SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025.
     """
+    expect(Compressor, compressor=compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay} is outside [0, 1].")
 
@@ -274,6 +277,7 @@ def difference_feedback(
         `Distributed Learning with Compressed Gradient Differences
         <https://arxiv.org/abs/1901.09269>`_, 2019 (DIANA), Algorithm 1.
     """
+    expect(Compressor, compressor=compressor)
     if not 0 < rate <= 1:
         raise ValueError(f"rate {rate} is outside (0, 1].")
 

@@ -24,6 +24,7 @@ from .leaves import (
     takes_part,
     zeros,
 )
+from .parts import expect
 
 
 class DelayedState(NamedTuple):
@@ -58,6 +59,8 @@ def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
         >>> spread(worker)(jnp.array([1.0, 3.0]))
         (Array([0., 0.], dtype=float32), Array([2., 2.], dtype=float32))
     """
+
+    expect(optax.GradientTransformation, exchange=exchange)
 
     def init(params):
         return DelayedState(zeros(params), exchange.init(params))
@@ -111,6 +114,8 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
         Stochastic Gradient Descent <https://arxiv.org/abs/1906.12043>`_, 2019
         (CoCoD-SGD).
     """
+
+    expect(optax.GradientTransformation, exchange=exchange)
 
     def init(params):
         return OverlappedState(zeros(params), exchange.init(params))

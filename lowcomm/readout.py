@@ -6,6 +6,7 @@ Where the exact model is wanted, these two hand it out.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -101,9 +102,10 @@ def _outermost(state: Any, *, enclosed: bool) -> list[RoundsState]:
         return _outermost(state.clocked, enclosed=enclosed)
     if isinstance(state, optax.MaskedState | optax.InjectStatefulHyperparamsState):
         return _outermost(state.inner_state, enclosed=enclosed)
-    if enclosed and type(state) in (tuple, dict) and state:
-        # A chain: what its last part returns is what the chain returns.
-        *before, last = state.values() if isinstance(state, dict) else state
+    if enclosed and type(state) in (tuple, OrderedDict) and state:
+        # A chain: what its last part returns is what the chain returns. The order of
+        # a plain dict is not that of a chain, since JAX sorts its keys.
+        *before, last = state if isinstance(state, tuple) else state.values()
         _outermost(before, enclosed=True)
         return _outermost(last, enclosed=True)
     if isinstance(state, optax.PartitionState):

@@ -57,6 +57,15 @@ def _size_of(name: str) -> int:
         ) from None
 
 
+def is_bound(name: str) -> bool:
+    """Whether this code runs inside something that binds the axis ``name``."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
 def worker_index(axis: Axis) -> jax.Array:
     """This worker's position along ``axis``, row-major over a tuple of axes."""
     index = jnp.int32(0)
@@ -146,6 +155,10 @@ def stack(tree: PyTree, n: int, *, mesh: Mesh | None = None, axis: Axis = AXIS):
     """
     # Never weakly typed: no step returns such arrays, so the second would retrace.
     copy = lambda x: jnp.repeat(jnp.asarray(x, jnp.asarray(x).dtype)[None], n, 0)
+    if n < 1:
+        raise ValueError(f"there must be at least one worker, not {n}.")
+    if isinstance(mesh, Mesh) and n != math.prod(mesh.shape[a] for a in names(axis)):
+        raise ValueError(f"{n} copies do not fit a mesh of {dict(mesh.shape)} workers.")
     copies = jax.tree.map(copy, tree)
     return place(copies, mesh, axis=axis) if isinstance(mesh, Mesh) else copies
 

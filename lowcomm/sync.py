@@ -31,6 +31,7 @@ from .leaves import (
     subtract,
 )
 from .moments import realign
+from .parts import expect
 from .spmd import AXIS, Axis, names, vary
 from .triggers import Trigger, every
 
@@ -101,6 +102,8 @@ def average(
         Stich, `Local SGD Converges Fast and Communicates Little
         <https://arxiv.org/abs/1805.09767>`_, 2019, Algorithm 1.
     """
+    expect(optax.GradientTransformation, inner=inner, exchange=exchange)
+    expect(Trigger, when=when)
     inner = optax.with_extra_args_support(inner)
     exchange = optax.with_extra_args_support(
         mean(axis) if exchange is None else exchange
@@ -186,6 +189,7 @@ def self_clocked(tx: Transformation, *, axis: Axis = AXIS) -> Talking:
         >>> spread(worker)(jnp.zeros(2), jnp.array([1.0, 3.0]))
         Array([-4., -4.], dtype=float32)
     """
+    expect(optax.GradientTransformation, tx=tx)
     tx = optax.with_extra_args_support(tx)
 
     def init(params):

@@ -150,7 +150,10 @@ def fit(
         >>> print(abs(run.params - 1.0) < 0.02)
         [ True  True]
     """
+    if steps < 0 or workers < 1:
+        raise ValueError(f"steps={steps} and workers={workers}: give 0 and 1 or more.")
     if state is not None:  # the caller's arrays are not ours to donate
+        _check_stacked("with state=, params", params, workers)
         params, state = jax.tree.map(jnp.copy, (params, state))
     else:
         params = stack(params, workers, mesh=mesh, axis=axis)
@@ -182,7 +185,7 @@ def fit(
     waiting = collections.deque()
     for t in range(start, start + steps):
         batch = feed(t)
-        _check_batch(batch, workers)
+        _check_stacked("batch", batch, workers)
         program = next((p for p in programs if p.serves(t)), None)
         if program is None:
             host = t if len(programs) < MOST_PROGRAMS else None
@@ -243,11 +246,11 @@ class _Compiled:
         return self.call(*stacked)
 
 
-def _check_batch(batch: PyTree, workers: int) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+def _check_stacked(name: str, tree: PyTree, workers: int) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] != workers:
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)} and must "
+                f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)} and must "
                 f"be stacked for {workers} workers, [{workers}, ...]."
             )
 

@@ -221,8 +221,8 @@ def any_of(*triggers: Trigger) -> Trigger:
         >>> [t for t in range(12) if when.fire(when.init(None), step=t)[0]]
         [3, 5, 7, 11]
     """
-    if not triggers:
-        raise ValueError("any_of needs at least one trigger.")
+    if not triggers or not all(isinstance(t, Trigger) for t in triggers):
+        raise ValueError(f"any_of takes triggers, at least one, not {triggers!r}.")
 
     def init(params):
         return tuple(trigger.init(params) for trigger in triggers)

@@ -85,16 +85,23 @@ def now(step: Any, axis: Axis) -> Any:
     if step is None:
         raise ValueError(
             "update needs step=, the number of the current step (an integer scalar, "
-            "the same on all workers); self_clocked(tx) counts for loops without."
+            "the same on all workers); self_clocked(tx) counts for loops without. "
+            "Wrappers that do not hand it on, such as optax.MultiSteps, belong around "
+            "the inner optimizer."
         )
     if isinstance(step, int | np.integer) and not isinstance(step, bool):
         return int(step)
     dtype = jnp.result_type(step)
-    if jnp.ndim(step) != 0 or not jnp.issubdtype(dtype, jnp.signedinteger):
+    if not jnp.issubdtype(dtype, jnp.signedinteger):
+        raise ValueError(
+            f"step must be one signed integer for all workers, not {dtype}: count in "
+            "int32 or in Python integers."
+        )
+    if jnp.ndim(step) != 0:
         raise ValueError(
             "step must be one signed integer for all workers, not "
-            f"{dtype}{jnp.shape(step)}: pass it to spread with "
-            "in_axes=None instead of stacking it."
+            f"{dtype}{jnp.shape(step)}: pass it to spread with in_axes=None instead of "
+            "stacking it."
         )
     check_uniform(step, axis, "step")
     return step

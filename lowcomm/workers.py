@@ -23,6 +23,7 @@ from .spmd import (
     NotUniform,
     abstract_mesh,
     automatic,
+    is_bound,
     names,
     on_mesh,
     varying_axes_of_type,
@@ -81,7 +82,7 @@ def spread(
 
     def spread_fn(*args):
         stacked, shared, rebuild = _split(args, in_axes)
-        sizes = _sizes(stacked, mesh, axis)
+        sizes = _sizes(args, stacked, mesh, axis)
         worker = lambda stacked, shared: fn(*rebuild(stacked, shared))
         problem, signature = None, _signature(args, stacked, shared, sizes)
         if signature not in checked:
@@ -128,8 +129,14 @@ def _split(args: tuple, in_axes: Any):
     return stacked, shared, rebuild
 
 
-def _sizes(stacked: list, mesh, axis: Axis) -> tuple[int, ...]:
+def _sizes(args: tuple, stacked: list, mesh, axis: Axis) -> tuple[int, ...]:
     """The number of workers along each axis name, agreed by leaves and mesh."""
+    for name in names(axis):
+        if is_bound(name):
+            raise ValueError(
+                f"axis {name!r} is bound already: hand one worker's function to "
+                "spread, traffic or meter, not one that spread has been given."
+            )
     if any(jnp.ndim(x) == 0 for x in stacked):
         raise ValueError(
             "a scalar argument is declared stacked (in_axes 0): pass what all workers "
@@ -137,9 +144,15 @@ def _sizes(stacked: list, mesh, axis: Axis) -> tuple[int, ...]:
         )
     counts = sorted({jnp.shape(x)[0] for x in stacked})
     if len(counts) > 1:
+        found = [
+            f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}: {jnp.shape(x)[0]}"
+            for path, x in jax.tree_util.tree_leaves_with_path(args)
+            if any(x is leaf for leaf in stacked)
+        ]
         raise ValueError(
             f"the stacked arguments have leading sizes {counts}, and each must be the "
-            "number of workers; pass what all workers share with in_axes=None."
+            f"number of workers ({', '.join(found[:8])}). stack(tree, n) makes n "
+            "copies; pass what all workers share with in_axes=None."
         )
     if mesh is not None:
         sizes = tuple(mesh.shape[name] for name in names(axis))

@@ -90,11 +90,12 @@ def run(
     first: int = 0,
     steps: int = STEPS,
     loss: Any = squares,
+    step: Any = None,
     **where: Any,
 ):
     """The carries after each step, as numpy arrays, from a jitted step."""
     carry = begin(tx, params, **where) if carry is None else carry
-    step = jax.jit(stepper(tx, loss=loss, **where))
+    step = jax.jit(stepper(tx, loss=loss, **where)) if step is None else step
     path = []
     for t in range(first, steps):
         carry = step(carry, target, jnp.int32(t))
@@ -103,6 +104,13 @@ def run(
 
 
 @functools.cache
+def program(name: str, backend: str = "vmap"):
+    """The jitted step of a method in the setting of the laws, compiled once."""
+    return jax.jit(stepper(method(name), backend=backend))
+
+
+@functools.cache
 def record(name: str, backend: str = "vmap", binary: bool = True) -> list[Carry]:
     """The trajectory of a method in the setting of the laws."""
-    return run(method(name), targets(binary=binary), backend=backend)
+    step = program(name, backend)
+    return run(method(name), targets(binary=binary), step=step, backend=backend)

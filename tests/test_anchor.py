@@ -1,4 +1,4 @@
-"""Rounds of local steps measured from an anchor, and reading the model out."""
+"""Rounds of local steps measured from an anchor."""
 
 import functools
 
@@ -14,12 +14,12 @@ from lowcomm import (
     average,
     compressed_mean,
     data_parallel,
-    delayed,
     diloco,
     drift_exceeds,
     every,
-    mean,
+    gossip,
     random_k,
+    ring,
     rounds,
     spread,
 )
@@ -203,79 +203,6 @@ def test_the_worked_example_of_diloco():
 NESTEROV = OUTERS["nesterov"]
 
 
-@pytest.mark.parametrize("pull", [1.0, 0.5])
-def test_no_delay_is_bit_equal_to_none(pull):
-    how = {"when": every(3), "pull": pull}
-    plain = train(rounds(optax.adam(0.1), NESTEROV, **how))
-    none = train(rounds(optax.adam(0.1), NESTEROV, delay=0, **how))
-    jax.tree.map(np.testing.assert_array_equal, none, plain)
-
-
-@pytest.mark.parametrize("delay", [1, 2])
-def test_discarded_steps_make_it_diloco_with_fewer_local_steps(delay):
-    # Adopting the anchor discards what came after sending; a stateless inner optimizer
-    # then takes 4 steps in the first round and 4 − delay in the next ones.
-    late = rounds(optax.sgd(0.3), NESTEROV, when=every(4), delay=delay)
-    _, state = train(late, 12 + delay)
-    arrived = state.anchor[:, [t + delay for t in (3, 7, 11)]]
-    expected, carry, x = [], None, X
-    for steps in (4, 4 - delay, 4 - delay):
-        # The same outer state goes on through rounds of these lengths.
-        tx = rounds(optax.sgd(0.3), NESTEROV, when=every(steps))
-        path, states = train(tx, steps, x=x, state=carry)
-        carry = jax.tree.map(lambda s: jnp.asarray(s[:, -1]), states)
-        x = path[:, -1]
-        expected.append(carry.anchor)
-    np.testing.assert_allclose(arrived, np.stack(expected, 1), atol=1e-6)
-    before = state.anchor[:, : 3 + delay]
-    np.testing.assert_array_equal(before, np.tile(X[:, None], (1, 3 + delay, 1)))
-
-
-@pytest.mark.parametrize("pull", [1.0, 0.5])
-def test_a_delay_of_a_period_adopts_the_news_of_the_round_before(pull):
-    period, rate, eta = 2, 0.25, 0.5
-    tx = rounds(
-        optax.sgd(rate), optax.sgd(eta), when=every(period), delay=period, pull=pull
-    )
-    path, state = train(tx, 8)
-    x, anchor, pending = X.astype(float), X[0].astype(float), None
-    for t in range(8):
-        x = x - rate * (x - OPTIMA)
-        if (t + 1) % period == 0:
-            delta = (anchor - x).mean(0)  # measured before the old news is adopted
-            if pending is not None:
-                anchor = anchor - eta * pending
-                x = (1 - pull) * x + pull * anchor
-            pending = delta
-        np.testing.assert_allclose(path[:, t], x, atol=1e-6)
-        np.testing.assert_allclose(state.anchor[:, t], [anchor] * K, atol=1e-6)
-
-
-def test_delays_and_pulls_that_make_no_sense_are_refused():
-    inner, outer = optax.sgd(0.1), optax.sgd(1.0)
-    for match, how in (
-        ("delay 5 is longer than the 4 steps", {"when": every(4), "delay": 5}),
-        ("delay -1 is negative", {"delay": -1}),
-        ("needs a trigger that the step", {"when": drift_exceeds(1.0), "delay": 1}),
-        ("longer than the 1 steps", {"when": every(4, warmup=2), "delay": 2}),
-        (r"pull 1.5 is outside \[0, 1\]", {"pull": 1.5}),
-        ("moments 'lose'", {"moments": "lose"}),
-    ):
-        with pytest.raises(ValueError, match=match):
-            rounds(inner, outer, **how)
-
-
-def test_missing_arguments_and_a_bare_delayed_are_refused():
-    tx = rounds(optax.sgd(0.1), optax.sgd(1.0))
-    with pytest.raises(ValueError, match="update needs params"):
-        spread(lambda g: tx.update(g, tx.init(g), step=0)[0])(X)
-    with pytest.raises(ValueError, match="update needs step="):
-        spread(lambda g: tx.update(g, tx.init(g), g)[0])(X)
-    late = rounds(optax.sgd(0.1), optax.sgd(1.0), exchange=delayed(mean()))
-    with pytest.raises(ValueError, match="in rounds use delay="):
-        spread(lambda g: late.update(g, late.init(g), g, step=0)[0])(X)
-
-
 def test_a_partial_pull_leaves_replicas_apart_and_anchors_equal():
     tx = rounds(optax.sgd(0.3), NESTEROV, when=every(3), pull=0.5)
     path, state = train(tx)
@@ -322,3 +249,49 @@ def test_a_compressed_exchange_keeps_a_model_all_agree_on():
     still = lambda x, d: 0 * d
     path, _ = train(tx, 3, gradient=still)
     np.testing.assert_array_equal(path, np.tile(X[:, None], (1, 3, 1)))
+
+
+def test_an_exchange_that_would_let_anchors_drift_apart_is_refused():
+    tx = rounds(optax.sgd(0.3), optax.sgd(1.0), exchange=gossip(ring(K)))
+    with pytest.raises(ValueError, match=r"not displacements.*use average"):
+        spread(lambda x: tx.update(x, tx.init(x), x, step=0)[0])(X)
+
+
+def test_the_outer_optimizer_sees_the_step_and_nothing_that_differs():
+    def update(updates, state, params=None, *, step, value=1.0, **extra):
+        assert not extra
+        return -value * updates, jnp.int32(step)
+
+    outer = optax.GradientTransformationExtraArgs(lambda p: jnp.int32(-1), update)
+    heard = optax.GradientTransformationExtraArgs(
+        lambda p: jnp.zeros(()), lambda g, s, p, *, value, **extra: (g, value)
+    )
+    tx = rounds(optax.chain(heard, optax.sgd(0.3)), outer, when=every(2))
+
+    def worker(x, state, optimum, t):
+        value = jnp.sum((x - optimum) ** 2)  # the loss, another one on each worker
+        updates, state = tx.update(x - optimum, state, x, step=t, value=value)
+        return apply_updates(x, updates, state), state, value
+
+    step = jax.jit(spread(worker, in_axes=(0, 0, 0, None)))
+    x, state = X, jax.jit(spread(tx.init))(X)
+    for t in range(4):
+        x, state, value = step(x, state, OPTIMA, jnp.int32(t))
+        np.testing.assert_array_equal(state.inner[0], value)
+    assert len(np.unique(value)) == K
+    np.testing.assert_array_equal(state.anchor, np.tile(state.anchor[:1], (K, 1)))
+    assert state.outer.tolist() == [3] * K
+
+
+def test_an_anchor_of_a_real_type_keeps_the_imaginary_part_of_complex_leaves():
+    tx = rounds(optax.sgd(0.5), optax.sgd(1.0), anchor_dtype=jnp.float32)
+    x = {"z": (X + 2j * X).astype(np.complex64), "h": X.astype(jnp.bfloat16)}
+
+    def worker(x):
+        updates, state = tx.update(x, tx.init(x), x, step=0)
+        return state.anchor, apply_updates(x, updates, state)
+
+    anchor, after = spread(worker)(x)
+    assert (anchor["z"].dtype, anchor["h"].dtype) == (jnp.complex64, jnp.float32)
+    np.testing.assert_allclose(after["z"], x["z"] / 2, rtol=1e-6)
+    np.testing.assert_array_equal(after["z"], anchor["z"])

@@ -86,6 +86,10 @@ def test_apply_updates_is_the_plain_sum_where_no_anchor_was_adopted():
 WRAPPERS = {
     "alone": lambda tx: tx,
     "last of a chain": lambda tx: optax.chain(optax.clip(99.0), tx),
+    "last of a named chain": lambda tx: optax.named_chain(
+        ("clip", optax.clip(99.0)),
+        ("agree", tx),  # not in the order of names
+    ),
     "self-clocked": self_clocked,
     "masked": lambda tx: optax.masked(tx, {"a": True, "b": True}),
     "partition": lambda tx: optax.partition(

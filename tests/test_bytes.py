@@ -44,19 +44,14 @@ def read(name: str, t=None, workers: int = K) -> lc.Traffic:
 
 
 def fires(name: str) -> np.ndarray:
-    """On which of the steps the method talks, from its rule or, measured, its state."""
-    t = np.arange(STEPS)
-    if name == "post_local_sgd":
-        return (t < STEPS // 4) | ((t + 1) % PERIOD == 0)
-    if CATALOGUE[name].syncs == "period":
-        return (t + 1) % PERIOD == 0
+    """On which of the steps the method talks, as its verb's state has it."""
     if CATALOGUE[name].syncs == "every step":
-        return t >= 0
+        return np.full(STEPS, True)
     tx, carry, talked = method(name), begin(method(name)), []
     step = jax.jit(stepper(tx))
     for t in range(STEPS):
         carry = step(carry, targets(), jnp.int32(t))
-        talked.append(bool((carry.state.since == 0).all()))
+        talked.append(bool((optax.tree.get(carry.state, "since") == 0).all()))
     return np.array(talked)
 
 
@@ -89,10 +84,31 @@ def test_a_run_sends_what_the_formula_says(name, backend):
         mesh=mesh,
     )
     talks, sent = fires(name), formula(name)
-    # fit knows the step, so a warm-up step syncs without asking anybody.
-    asks = np.arange(STEPS) >= (SETTING.window if name == "selsync" else 0)
-    assert run.payload.tolist() == (sent.always * asks + sent.sync * talks).tolist()
+    rest = run.payload - sent.sync * talks
+    assert set(rest[~talks]) <= {sent.always}
+    # fit knows the step: where the clock alone decides to talk, nobody is asked.
+    assert set(rest[talks]) <= {sent.always, 0 if sent.sync else sent.always}
     assert talks.any()
+
+
+def test_the_clock_decides_when_clocked_methods_talk():
+    t = np.arange(STEPS)
+    assert (fires("local_sgd") == ((t + 1) % PERIOD == 0)).all()
+    assert (fires("diloco") == ((t + 1) % PERIOD == 0)).all()
+    warm = t < STEPS // 4
+    assert (fires("post_local_sgd") == (warm | ((t + 1) % PERIOD == 0))).all()
+
+
+def test_a_known_warmup_asks_nobody():
+    run = lc.fit(
+        squares,
+        method("selsync"),
+        start(),
+        lambda t: targets(),
+        steps=SETTING.window,
+        workers=K,
+    )
+    assert run.payload.tolist() == [formula("selsync").sync] * SETTING.window
 
 
 @every_method
@@ -167,3 +183,12 @@ def test_state_is_no_more_than_declared(name):
     # diloco, slowmo: momentum, anchor and outer buffer, the count and one flag.
     declared = {"local_sgd": one + 4, "selsync": one + 4 + 16}
     assert size(state) == declared.get(name, 3 * one + 4 + 1)
+
+
+@every_method
+def test_half_precision_is_counted_as_it_travels_and_integers_not_at_all(name):
+    params = start(jnp.bfloat16) | {"n": jnp.arange(7), "f": jnp.array(True)}
+    tx = method(name)
+    update = lambda p, t: tx.update(p, tx.init(p), p, step=t)[0]
+    sent = lc.traffic(update, params, np.int32(0), workers=K)
+    assert sent.bytes_max == sum(CATALOGUE[name].sent(params, SETTING))

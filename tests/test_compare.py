@@ -1,3 +1,6 @@
+"""The comparison of methods: what it records, and what it refuses."""
+
+import dataclasses
 import json
 
 import jax
@@ -143,14 +146,32 @@ def test_what_cannot_run_is_refused_with_the_remedy_and_leaves_no_folder(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_method_that_diverges_is_reported_and_the_others_go_on(tmp_path, capsys):
-    arguments = ("--learning-rate", "1e30", "--algorithms", "local_sgd", "--seeds", 1)
+def test_a_method_that_diverges_is_reported_and_the_others_go_on(
+    tmp_path, capsys, monkeypatch
+):
+    wild = dataclasses.replace(CATALOGUE["local_sgd"], learning_rate=1e30)
+    monkeypatch.setitem(CATALOGUE, "local_sgd", wild)
+    arguments = ("--algorithms", "local_sgd,data_parallel", "--seeds", 1)
     assert run(*arguments, "--out", tmp_path) == 0
     methods = json.loads((tmp_path / "results.json").read_text())["methods"]
     assert "at step" in methods["local_sgd"]["failure"][0]
     assert methods["local_sgd"]["loss"][0][0] > 0
     assert methods["local_sgd"]["loss"][0][-1] is None
-    assert "the loss is" in capsys.readouterr().out
+    assert methods["data_parallel"]["loss"][0][-1] is not None
+    assert "local_sgd failed: the loss is" in capsys.readouterr().out
+
+
+def test_if_every_method_fails_so_does_the_comparison(tmp_path, capsys):
+    arguments = ("--learning-rate", "1e30", "--algorithms", "local_sgd", "--seeds", 1)
+    assert run(*arguments, "--out", tmp_path) == 1
+    assert "figure:" not in capsys.readouterr().out
+
+
+def test_what_no_method_can_be_built_with_is_refused_before_training(tmp_path, capsys):
+    arguments = ("--fraction", "2", "--algorithms", "data_parallel,top_k_sgd")
+    assert run(*arguments, "--out", tmp_path / "new") == 2
+    assert "fraction=2" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_stopping_it_leaves_what_was_written(tmp_path, capsys, monkeypatch):

@@ -1,3 +1,5 @@
+"""The data sets: splits, scales, and where they come from."""
+
 import gzip
 import struct
 

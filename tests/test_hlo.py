@@ -1,199 +1,16 @@
-"""The HLO reader attributes every spelling of every collective to the right axis."""
-
-import types
+"""The HLO reader counts transfers, loops and branches of whole programs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from lowcomm.hlo import compiled_traffic
-from lowcomm.hlo_text import parse, replica_groups, trip_count
 from lowcomm.ledger import Row, traffic
 from lowcomm.spmd import vary
-
-AXES = ("workers", "fsdp")
-GRID = AbstractMesh((2, 4), AXES)
-
-
-def module(*lines, before="", devices=8):
-    """A module whose entry has a parameter %x of 5 float32 and these lines."""
-    body = "\n".join(f"  {line}" for line in lines)
-    return (
-        f"HloModule step, is_scheduled=true, num_partitions={devices}\n\n{before}\n"
-        "%add (a: f32[], b: f32[]) -> f32[] {\n"
-        "  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
-        "  ROOT %sum = f32[] add(%a, %b)\n}\n\n"
-        "ENTRY %main (x: f32[5]) -> f32[5] {\n"
-        f"  %x = f32[5]{{0}} parameter(0)\n{body}\n}}\n"
-    )
-
-
-def only_row(*lines, **options):
-    (row,) = compiled_traffic(module(*lines, **options), mesh=GRID).rows
-    return row
-
-
-@pytest.mark.parametrize(
-    ("spelling", "groups"),
-    [
-        ("{{0,4},{1,5},{2,6},{3,7}}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("{{0,1,2,3},{4,5,6,7}}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("{}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("[1,8]<=[8]", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("[4,2]<=[2,2,2]T(0,2,1)", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ("[2,4]<=[2,2,2]T(1,0,2)", [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        ("mesh['workers'=2,'fsdp'=4] {'fsdp'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("mesh['a'=2,'b'=4] {'a'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("mesh['a'=2,'b'=4] {'a','b'}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("mesh['a'=8] {'a':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ("mesh['a'=8] {'a':(4)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        ("@mesh<a=2,b=4> {a}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        (
-            "@mesh<a=2,b=4>, device_ids=([4,2]T(1,0)) {a}",
-            [[0, 1], [2, 3], [4, 5], [6, 7]],
-        ),
-        ("mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'a'}", [[3, 0], [1, 2]]),
-    ],
-)
-def test_the_three_spellings_of_replica_groups_are_read(spelling, groups):
-    text = f", channel_id=1, replica_groups={spelling}, dimensions={{0}}, to_apply=%add"
-    assert replica_groups(text, 8) == groups
-
-
-def test_an_unknown_spelling_is_an_error_that_shows_it():
-    with pytest.raises(ValueError, match="novel"):
-        replica_groups("replica_groups=novel(8)", 8)
-
-
-@pytest.mark.parametrize(
-    ("groups", "axis"),
-    [
-        ("{{0,4},{1,5},{2,6},{3,7}}", "workers"),
-        ("[4,2]<=[2,4]T(1,0)", "workers"),
-        ("mesh['workers'=2,'fsdp'=4] {'workers'}", "workers"),
-        ("{{0,1,2,3},{4,5,6,7}}", "fsdp"),
-        ("{{0,1},{2,3},{4,5},{6,7}}", "fsdp"),
-        ("[2,4]<=[8]", "fsdp"),
-        ("[1,8]<=[8]", AXES),
-        ("{{0,5},{1,4},{2,7},{3,6}}", AXES),
-    ],
-)
-def test_a_group_is_named_after_the_axes_its_members_differ_in(groups, axis):
-    row = only_row(
-        f"ROOT %y = f32[5]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, "
-        "use_global_device_ids=true, to_apply=%add"
-    )
-    assert row == Row("all_reduce", axis, "float32", 20)
-
-
-def test_groups_of_one_member_send_nothing():
-    for groups in ("{{0},{1},{2},{3},{4},{5},{6},{7}}", "[8,1]<=[8]"):
-        row = only_row(
-            f"ROOT %y = f32[5] all-reduce(%x), replica_groups={groups}, to_apply=%add"
-        )
-        assert (row.axis, row.count) == ((), 0)
-
-
-@pytest.mark.parametrize(
-    ("lines", "row"),
-    [
-        (
-            [
-                "%s = f32[5]{0} all-reduce-start(%x), replica_groups=[1,8]<=[8], "
-                "to_apply=%add",
-                "ROOT %d = f32[5]{0} all-reduce-done(%s)",
-            ],
-            Row("all_reduce", AXES, "float32", 20),
-        ),
-        (
-            [
-                "%s = (f32[5]{0}, f32[10]{0}) all-gather-start(%x), channel_id=2, "
-                "replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}",
-                "ROOT %d = f32[10]{0} all-gather-done(%s)",
-            ],
-            Row("all_gather", "workers", "float32", 20),
-        ),
-        (
-            [
-                "%s = (f32[5]{0}, f32[5]{0}, u32[], u32[]) collective-permute-start(%x)"
-                ", channel_id=3, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
-                "ROOT %d = f32[5]{0} collective-permute-done(%s)",
-            ],
-            Row("permute", "fsdp", "float32", 20),
-        ),
-        (
-            [
-                "%s = ((f32[5]{0}), f32[5]{0}, s32[]) async-start(%x), calls=%wrapped",
-                "%u = ((f32[5]{0}), f32[5]{0}, s32[]) async-update(%s), calls=%wrapped",
-                "ROOT %d = f32[5]{0} async-done(%u), calls=%wrapped",
-            ],
-            Row("all_to_all", "fsdp", "float32", 20),
-        ),
-        (
-            ["ROOT %y = f32[5] collective-broadcast(f32[5] %x), replica_groups={}"],
-            Row("broadcast", AXES, "float32", 20),
-        ),
-        (
-            ["ROOT %y = f32[5] collective-permute(%x), source_target_pairs={{2,2}}"],
-            Row("permute", (), "float32", 20, 0),
-        ),
-    ],
-)
-def test_a_start_and_its_done_are_one_transfer(lines, row):
-    wrapped = (
-        "%wrapped (p: f32[5]) -> f32[5] {\n"
-        "  %p = f32[5]{0} parameter(0)\n"
-        "  ROOT %a = f32[5]{0} all-to-all(%p), replica_groups=[2,4]<=[8]\n}\n"
-    )
-    assert only_row(*lines, before=wrapped) == row
-
-
-def test_every_operand_of_a_combined_all_reduce_counts():
-    text = module(
-        "%h = bf16[2,3]{1,0:T(8,128)(2,1)S(1)} convert(%x)",
-        "%i = pred[] constant(true)",
-        "ROOT %y = (f32[5]{0}, bf16[2,3]{1,0}, /*index=2*/pred[]) "
-        "all-reduce(%x, %h, /*index=2*/%i), replica_groups=[1,8]<=[8], to_apply=%add",
-    )
-    rows = compiled_traffic(text, mesh=GRID).rows
-    assert [(row.dtype, row.bytes) for row in rows] == [
-        ("float32", 20),
-        ("bfloat16", 12),
-        ("bool", 1),
-    ]
-
-
-def test_pieces_of_an_all_to_all_are_one_operand():
-    row = only_row(
-        "ROOT %y = (f32[5]{0}, f32[5]{0}) all-to-all(%x, %x), replica_groups={{0,4}}"
-    )
-    assert row == Row("all_to_all", "workers", "float32", 40)
-
-
-class Chip:
-    """A device as the compiler's topologies describe them."""
-
-    def __init__(self, slice_index, chip):
-        self.slice_index = slice_index
-        self.id = 100_000 * (slice_index + 1) + chip
-
-
-def two_slices():
-    devices = np.array([[Chip(s, c) for c in range(4)] for s in range(2)])
-
-    return types.SimpleNamespace(
-        shape=dict(zip(AXES, (2, 4), strict=True)),
-        axis_names=AXES,
-        size=8,
-        devices=devices,
-    )
+from tests.hlo_modules import AXES, GRID, devices, module, only_row, two_slices
 
 
 def megascale(kind, target):
@@ -257,94 +74,9 @@ def test_a_transfer_to_the_own_host_is_not_communication():
     assert compiled_traffic(text, mesh=GRID).rows == ()
 
 
-def test_groups_inside_one_slice_are_named_after_axes_of_the_whole_mesh():
-    text = module(
-        "ROOT %y = f32[5] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add",
-        devices=4,
-    )
-    (row,) = compiled_traffic(text, mesh=two_slices()).rows
-    assert row.axis == "fsdp"
-
-
 def test_a_program_for_another_number_of_devices_is_refused():
     with pytest.raises(ValueError, match=r"for 5 devices .* has 8"):
         compiled_traffic(module("ROOT %y = f32[5] copy(%x)", devices=5), mesh=GRID)
-
-
-def loop(condition, start="constant(0)", step="constant(1)", written=""):
-    """A while whose body all-reduces; its condition is one comparison."""
-    state = "(s32[], f32[5])"
-    before = f"""
-%body (p: {state}) -> {state} {{
-  %p = {state} parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %v = f32[5] get-tuple-element(%p), index=1
-  %one = s32[] {step}
-  %next = s32[] add(%i, %one)
-  %y = f32[5] all-reduce(%v), replica_groups=[1,8]<=[8], to_apply=%add
-  ROOT %out = {state} tuple(%next, %y)
-}}
-
-%compare (a: s32[], b: s32[]) -> pred[] {{
-  %a = s32[] parameter(0)
-  %b = s32[] parameter(1)
-  ROOT %c = pred[] compare(%a, %b), direction=LT
-}}
-
-%condition (p: {state}) -> pred[] {{
-  %p = {state} parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %v = f32[5] get-tuple-element(%p), index=1
-  %n = s32[] constant(7)
-  ROOT %go = pred[] {condition}
-}}
-"""
-    return module(
-        f"%zero = s32[] {start}",
-        "%from = s32[] copy(%zero)",
-        f"%state = {state} tuple(%from, %x)",
-        f"%w = {state} while(%state), condition=%condition, body=%body{written}",
-        "ROOT %y = f32[5] get-tuple-element(%w), index=1",
-        before=before,
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "trips"),
-    [
-        (loop("compare(%i, %n), direction=LT"), 7),
-        (loop("compare(%i, %n), direction=LE"), 8),
-        (loop("compare(%n, %i), direction=GT"), 7),
-        (loop("fusion(%i, %n), kind=kLoop, calls=%compare"), 7),
-        (loop("compare(%i, %n), direction=LT", start="constant(2)"), 5),
-        (loop("compare(%i, %n), direction=LT", step="constant(3)"), 3),
-        (
-            loop(
-                "compare(%i, %n), direction=GT",
-                start="constant(9)",
-                step="constant(-1)",
-            ),
-            2,
-        ),
-        (loop("compare(%i, %n), direction=LT", start="parameter(1)"), None),
-        (loop("compare(%i, %n), direction=LT", step="custom-call()"), None),
-        (loop("compare(%v, %n), direction=LT"), None),
-        (loop("custom-call(%i)"), None),
-        (
-            loop(
-                "custom-call(%i)",
-                written=', backend_config={"known_trip_count":{"n":"6"}}',
-            ),
-            6,
-        ),
-    ],
-)
-def test_a_trip_count_is_read_or_follows_from_the_condition_or_is_unknown(text, trips):
-    computations, entry = parse(text)
-    here = computations[entry]
-    assert trip_count(computations, here, here["w"]) == trips
-    (row,) = compiled_traffic(text, mesh=GRID).rows
-    assert row.count == trips
 
 
 @pytest.mark.parametrize(
@@ -366,11 +98,6 @@ def test_the_branches_of_a_conditional_guard_their_rows(branches):
         before=before,
     )
     assert row.guard == ((1, 1),)
-
-
-def devices(order=None):
-    order = range(8) if order is None else order
-    return np.array([jax.devices()[i] for i in order]).reshape(2, 4)
 
 
 def two_axes(x):

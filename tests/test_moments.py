@@ -196,3 +196,15 @@ def test_averages_are_formed_in_float32():
 def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'forget': choose one of keep, average"):
         realign("forget", optax.sgd(0.1), lambda tree: tree)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_gradients_that_are_being_accumulated_survive_a_reset(verb):
+    inner = optax.MultiSteps(optax.sgd(1.0), 4).gradient_transformation()
+    kept, reset = (
+        train(VERBS[verb](inner, moments=policy)) for policy in ("keep", "reset")
+    )
+    np.testing.assert_array_equal(reset[0], kept[0])
+    expected = X - GRADS[:, :4].mean((0, 1))  # of four steps, with syncs between
+    np.testing.assert_allclose(reset[0][:, 3], expected, atol=1e-6)
+    np.testing.assert_array_equal(reset[1].inner.mini_step[0], [1, 2, 3, 0, 1, 2])

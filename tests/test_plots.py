@@ -1,3 +1,5 @@
+"""Figures: the same twice, readable, and nothing left behind."""
+
 import xml.etree.ElementTree as ElementTree
 
 import matplotlib

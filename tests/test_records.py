@@ -1,3 +1,5 @@
+"""Records of runs: complete, attributable, never overwritten."""
+
 import json
 
 import jax.numpy as jnp

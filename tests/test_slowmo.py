@@ -131,3 +131,23 @@ def test_slow_momentum_takes_the_mean_rate_of_its_round():
     gamma = np.mean([SCHEDULE(t) for t in (2, 3, 4, 5)])
     np.testing.assert_allclose(state.slow, 1 / gamma, rtol=1e-6)
     np.testing.assert_allclose(forward, -1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_schedule_of_double_precision_changes_no_type(dtype):
+    with jax.enable_x64(True):
+        rate = optax.cosine_decay_schedule(jnp.float64(RATE), 10)
+        tx = slow(rate, inner=optax.sgd(RATE), momentum=0.6)
+        path, state = train(tx, x=X.astype(dtype), gradient=lambda x, data: x)
+    assert path.dtype == dtype
+    assert state.anchor.dtype == state.outer.slow.dtype == np.float32
+    assert np.abs(np.float32(path[:, -1])).max() < np.abs(X).max()
+
+
+def test_the_schedule_is_never_asked_about_a_time_before_the_first_step():
+    asked = lambda t: jnp.where(t < 0, jnp.nan, RATE)
+    outer = slow_momentum(asked, period=4)
+    displacement = jnp.float32(1.0)
+    for step in (0, 1, 3):
+        forward, _ = outer.update(displacement, outer.init(displacement), step=step)
+        np.testing.assert_allclose(forward, -1.0, rtol=1e-6)

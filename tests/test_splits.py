@@ -1,3 +1,5 @@
+"""How examples are shared out among workers."""
+
 import numpy as np
 import pytest
 

@@ -295,3 +295,12 @@ def test_spread_may_donate_its_arguments(backend):
     for t in range(3):
         x = step(x, jnp.int32(t))
     np.testing.assert_array_equal(x, np.tile([3.0, 4.0], (8, 1)))
+
+
+def test_two_stacked_leaves_and_nothing_shared_are_the_same_under_pmap():
+    # pmap takes in_axes=(0, None) for a list of two leaves as one entry a leaf.
+    worker = lambda tree: jax.tree.map(lambda x: lax.pmean(x, AXIS) + x.sum(), tree)
+    tree = {"w": floats(8, 4, 3), "b": floats(8, 3)}
+    virtual, on_mesh, pmapped = on_all(worker, tree)
+    jax.tree.map(np.testing.assert_array_equal, pmapped, virtual)
+    jax.tree.map(np.testing.assert_array_equal, on_mesh, virtual)

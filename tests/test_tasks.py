@@ -1,3 +1,5 @@
+"""The tasks: models, batches, and losses that can be learned."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -267,7 +267,7 @@ def test_all_backends_train_alike():
             p.traffic.rows for p in virtual.programs
         ]
     assert on_mesh.params.sharding.spec == P(AXIS)
-    with pytest.raises(ValueError, match="for 4 workers and the mesh has 2"):
+    with pytest.raises(ValueError, match="4 copies do not fit a mesh of"):
         train(tx, 1, mesh=worker_mesh(2))
 
 

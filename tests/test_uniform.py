@@ -58,6 +58,12 @@ def test_a_step_that_is_not_one_integer_is_refused_with_its_type(step):
         now(step, AXIS)
 
 
+def test_an_unsigned_step_is_refused_by_its_type():
+    # A step minus a delay would wrap around to a step in the far future.
+    with pytest.raises(ValueError, match=r"one signed integer .* not uint32"):
+        now(jnp.uint32(2), AXIS)
+
+
 def test_a_step_that_differs_between_workers_is_refused():
     run = spread(lambda t: now(t, AXIS) * 2, mesh=worker_mesh(4))
     with pytest.raises(NotUniform, match=r"step differs .* in_axes=None"):
