@@ -135,12 +135,15 @@ def worker_mesh(n: int | None = None, *, axis: str = AXIS) -> Mesh:
     return Mesh(np.array(devices[:n]), (axis,))
 
 
-def automatic(mesh: Mesh) -> Mesh:
+def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """``mesh`` with automatic axes.
 
     On the explicit axes that ``jax.make_mesh`` makes, a shard_map over the worker
-    axis alone compiles to all-gathers of whole leaves over the other axes.
+    axis alone compiles to all-gathers of whole leaves over the other axes, and newer
+    versions of JAX make them for an ``AbstractMesh`` too.
     """
+    if isinstance(mesh, AbstractMesh):
+        return abstract_mesh(mesh.shape)
     return Mesh(mesh.devices, mesh.axis_names)
 
 

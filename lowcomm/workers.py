@@ -77,7 +77,7 @@ def spread(
                 f"the mesh has axes {mesh.axis_names} and no {sorted(missing)}: "
                 "pass axis= or build the mesh with worker_mesh(axis=...)."
             )
-        mesh = automatic(mesh) if isinstance(mesh, Mesh) else mesh
+        mesh = automatic(mesh)
     checked: set = set()
 
     def spread_fn(*args):
