@@ -1,11 +1,8 @@
 """The published methods against independent numpy loops, and the laws they obey."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 from lowcomm import (
     average,
@@ -24,6 +21,7 @@ from lowcomm import (
     spread,
     top_k_sgd,
 )
+from tests.quadratics import walk
 
 K, SHAPE, STEPS, PERIOD = 4, (4, 3), 6, 2
 RATE, MU = 0.1, 0.9
@@ -34,25 +32,9 @@ CURVATURES = RNG.uniform(0.5, 2.0, size=(K, *SHAPE)).astype(np.float32)
 BALL = optax.sgd(RATE, momentum=MU)
 
 
-def gradient(x, data):
-    curvature, optimum = data
-    return curvature * (x - optimum)
-
-
-def train(tx, steps=STEPS, *, gradient=gradient, x=X, data=(CURVATURES, OPTIMA)):
+def train(tx, steps=STEPS, *, x=X, data=(CURVATURES, OPTIMA), **how):
     """The paths ``[K, steps, …]`` of virtual workers and of their states."""
-
-    def worker(x, state, data):
-        def body(carry, t):
-            x, state = carry
-            updates, state = tx.update(gradient(x, data), state, x, step=t)
-            x = optax.apply_updates(x, updates)
-            return (x, state), (x, state)
-
-        return lax.scan(body, (x, state), jnp.arange(steps))[1]
-
-    state = jax.jit(spread(tx.init))(x)
-    return jax.tree.map(np.asarray, jax.jit(spread(worker))(x, state, data))
+    return walk(tx, x, data, steps=steps, **how)
 
 
 class Numpy:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 from lowcomm import (
     apply_updates,
@@ -23,6 +22,7 @@ from lowcomm import (
     rounds,
     spread,
 )
+from tests.quadratics import toward, walk
 
 K = 4
 RNG = np.random.default_rng(0)
@@ -36,33 +36,9 @@ OUTERS = {
 }
 
 
-def pull_apart(x, optimum):
-    return x - optimum
-
-
-def train(
-    tx,
-    steps=9,
-    *,
-    x=X,
-    data=OPTIMA,
-    gradient=pull_apart,
-    state=None,
-    apply=lambda x, updates, state: optax.apply_updates(x, updates),
-):
+def train(tx, steps=9, *, x=X, data=OPTIMA, gradient=toward, **how):
     """The paths ``[K, steps, …]`` of virtual workers and of their states."""
-
-    def worker(x, state, data):
-        def body(carry, t):
-            x, state = carry
-            updates, state = tx.update(gradient(x, data), state, x, step=t)
-            x = apply(x, updates, state)
-            return (x, state), (x, state)
-
-        return lax.scan(body, (x, state), jnp.arange(steps))[1]
-
-    state = jax.jit(spread(tx.init))(x) if state is None else state
-    return jax.tree.map(np.asarray, jax.jit(spread(worker))(x, state, data))
+    return walk(tx, x, data, steps=steps, gradient=gradient, **how)
 
 
 exactly = functools.partial(train, apply=apply_updates)
@@ -77,7 +53,7 @@ def test_one_worker_is_lookahead(slow):
     params = optax.LookaheadParams.init_synced(jnp.asarray(X[0]))
     ahead = tx.init(params)
     for t in range(9):
-        grads = pull_apart(params.fast, OPTIMA[0])
+        grads = toward(params.fast, OPTIMA[0])
         updates, ahead = tx.update(grads, ahead, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(path[0, t], params.fast, atol=1e-6)

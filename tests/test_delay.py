@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 from lowcomm import (
     delayed,
@@ -15,6 +14,7 @@ from lowcomm import (
     rounds,
     spread,
 )
+from tests.quadratics import toward, walk
 
 K = 4
 RNG = np.random.default_rng(0)
@@ -22,34 +22,9 @@ X = np.tile(RNG.normal(size=3), (K, 1)).astype(np.float32)
 OPTIMA = RNG.normal(size=(K, 3)).astype(np.float32)
 
 
-def pull_apart(x, optimum):
-    return x - optimum
-
-
-def train(
-    tx,
-    steps=9,
-    *,
-    start=0,
-    x=X,
-    data=OPTIMA,
-    gradient=pull_apart,
-    state=None,
-    apply=lambda x, updates, state: optax.apply_updates(x, updates),
-):
+def train(tx, steps=9, *, x=X, data=OPTIMA, gradient=toward, **how):
     """The paths ``[K, steps, …]`` of virtual workers and of their states."""
-
-    def worker(x, state, data):
-        def body(carry, t):
-            x, state = carry
-            updates, state = tx.update(gradient(x, data), state, x, step=t)
-            x = apply(x, updates, state)
-            return (x, state), (x, state)
-
-        return lax.scan(body, (x, state), start + jnp.arange(steps))[1]
-
-    state = jax.jit(spread(tx.init))(x) if state is None else state
-    return jax.tree.map(np.asarray, jax.jit(spread(worker))(x, state, data))
+    return walk(tx, x, data, steps=steps, gradient=gradient, **how)
 
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)

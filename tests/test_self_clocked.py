@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 from lowcomm import average, every, self_clocked, spread, traffic, worker_mesh
+from tests.quadratics import bend, walk
 
 K = 4
 RNG = np.random.default_rng(0)
@@ -18,27 +18,10 @@ OPTIMA = RNG.normal(size=(K, 3)).astype(np.float32)
 CURVATURES = RNG.uniform(0.5, 2.0, size=(K, 3)).astype(np.float32)
 
 
-def quadratic(x, data):
-    curvature, optimum = data
-    return curvature * (x - optimum)
-
-
-def train(tx, steps=8, *, gradient=quadratic, x=X, data=(CURVATURES, OPTIMA), **extra):
+def train(tx, steps=8, *, x=X, data=(CURVATURES, OPTIMA), **how):
     """The path of virtual workers, ``[K, steps, …]``, and their last state."""
-
-    def worker(x, state, data, extra):
-        def body(carry, t):
-            x, state = carry
-            updates, state = tx.update(gradient(x, data), state, x, step=t, **extra)
-            x = optax.apply_updates(x, updates)
-            return (x, state), x
-
-        (_, state), path = lax.scan(body, (x, state), jnp.arange(steps))
-        return path, state
-
-    state = jax.jit(spread(tx.init))(x)
-    path, state = jax.jit(spread(worker))(x, state, data, extra)
-    return jax.tree.map(np.asarray, path), state
+    path, states = walk(tx, x, data, steps=steps, **how)
+    return path, jax.tree.map(lambda s: s[:, -1], states)
 
 
 def one_update(tx, grads, params, step=0, **extra):
@@ -50,7 +33,7 @@ def one_update(tx, grads, params, step=0, **extra):
 def test_it_composes_with_the_wrappers_of_optax():
     expected, _ = train(average(optax.sgd(0.1), when=every(2)))
     halved = optax.chain(average(optax.sgd(0.2), when=every(2)), optax.scale(0.5))
-    scaled = lambda x, d: 0.5 * quadratic(x, d)
+    scaled = lambda x, d: 0.5 * bend(x, d)
     np.testing.assert_allclose(
         train(optax.chain(optax.scale(0.5), average(optax.sgd(0.2), when=every(2))))[0],
         train(average(optax.sgd(0.2), when=every(2)), gradient=scaled)[0],
@@ -58,7 +41,7 @@ def test_it_composes_with_the_wrappers_of_optax():
     )
     assert np.abs(train(halved, 2)[0] - expected[:, :2]).max() > 1e-3
 
-    gradient = lambda x, d: {"a": quadratic(x["a"], d), "b": quadratic(x["b"], d)}
+    gradient = lambda x, d: {"a": bend(x["a"], d), "b": bend(x["b"], d)}
     run = lambda tx: train(tx, 8, gradient=gradient, x={"a": X, "b": X})[0]
     partition = optax.partition(
         {"often": average(optax.sgd(0.1), when=every(2)), "never": optax.sgd(0.1)},

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 from lowcomm import (
     data_parallel,
@@ -14,8 +13,8 @@ from lowcomm import (
     rounds,
     slow_momentum,
     slowmo,
-    spread,
 )
+from tests.quadratics import walk
 
 K, N, STEPS, PERIOD, RATE = 4, 5, 6, 2, 0.1
 RNG = np.random.default_rng(0)
@@ -24,25 +23,9 @@ OPTIMA = RNG.normal(size=(K, N)).astype(np.float32)
 CURVATURES = RNG.uniform(0.5, 2.0, size=(K, N)).astype(np.float32)
 
 
-def gradient(x, data):
-    curvature, optimum = data
-    return curvature * (x - optimum)
-
-
-def train(tx, steps=STEPS, *, gradient=gradient, x=X, data=(CURVATURES, OPTIMA)):
+def train(tx, steps=STEPS, *, x=X, data=(CURVATURES, OPTIMA), **how):
     """The paths ``[K, steps, …]`` of virtual workers and of their states."""
-
-    def worker(x, state, data):
-        def body(carry, t):
-            x, state = carry
-            updates, state = tx.update(gradient(x, data), state, x, step=t)
-            x = optax.apply_updates(x, updates)
-            return (x, state), (x, state)
-
-        return lax.scan(body, (x, state), jnp.arange(steps))[1]
-
-    state = jax.jit(spread(tx.init))(x)
-    return jax.tree.map(np.asarray, jax.jit(spread(worker))(x, state, data))
+    return walk(tx, x, data, steps=steps, **how)
 
 
 SCHEDULE = optax.piecewise_constant_schedule(RATE, {3: 0.1})  # a tenth from step 3

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 from lowcomm import (
     average,
@@ -22,6 +21,7 @@ from lowcomm import (
     traffic,
     weighted_mean,
 )
+from tests.quadratics import bend, walk
 
 K = 4
 RNG = np.random.default_rng(0)
@@ -40,27 +40,10 @@ LINEAR = {
 }
 
 
-def quadratic(x, data):
-    curvature, optimum = data
-    return curvature * (x - optimum)
-
-
-def train(tx, steps=8, *, gradient=quadratic, x=X, data=(CURVATURES, OPTIMA), **extra):
+def train(tx, steps=8, *, x=X, data=(CURVATURES, OPTIMA), **how):
     """The path of virtual workers, ``[K, steps, …]``, and their last state."""
-
-    def worker(x, state, data, extra):
-        def body(carry, t):
-            x, state = carry
-            updates, state = tx.update(gradient(x, data), state, x, step=t, **extra)
-            x = optax.apply_updates(x, updates)
-            return (x, state), x
-
-        (_, state), path = lax.scan(body, (x, state), jnp.arange(steps))
-        return path, state
-
-    state = jax.jit(spread(tx.init))(x)
-    path, state = jax.jit(spread(worker))(x, state, data, extra)
-    return jax.tree.map(np.asarray, path), state
+    path, states = walk(tx, x, data, steps=steps, **how)
+    return path, jax.tree.map(lambda s: s[:, -1], states)
 
 
 def one_update(tx, grads, params, step=0, **extra):
@@ -137,7 +120,7 @@ def test_a_lonely_worker_and_equal_workers_are_plain_optax(workers):
     path, _ = train(average(inner, when=every(2)), x=same(X), data=data)
     state, x = inner.init(X[0]), X[0]
     for t in range(8):
-        moves, state = inner.update(quadratic(x, (data[0][0], data[1][0])), state)
+        moves, state = inner.update(bend(x, (data[0][0], data[1][0])), state)
         x = optax.apply_updates(x, moves)
         np.testing.assert_allclose(path[:, t], same(x[None]), atol=1e-6)
 
@@ -173,7 +156,7 @@ def test_the_state_is_the_inner_and_one_counter():
 
 def test_the_exchange_may_give_each_worker_its_own():
     path, _ = train(average(optax.sgd(0.1), exchange=gossip(ring(K))), 1)
-    after = X - np.float32(0.1) * quadratic(X, (CURVATURES, OPTIMA))
+    after = X - np.float32(0.1) * bend(X, (CURVATURES, OPTIMA))
     mixed = (after + np.roll(after, 1, 0) + np.roll(after, -1, 0)) / 3
     np.testing.assert_allclose(path[:, 0], mixed, atol=1e-6)
 
