@@ -204,7 +204,8 @@ def rounds(
             choose = lambda new, old: jnp.where(sent, new, old)
             return jax.tree.map(choose, adopt(heard, outer_state), stay(outer_state))
 
-        # A conditional copies what passes through it: moments that stay go around.
+        # What passes through a conditional takes temporary memory once more: moments
+        # that stay go around it.
         sending = (() if moments == "keep" else inner_state, state.exchange, since)
         pending, outer_state = state.pending, state.outer
         if delay == 0:

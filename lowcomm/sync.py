@@ -155,7 +155,8 @@ def average(
         def rest(realigned, exchange_state, since):
             return map_leaves(precise, moves), realigned, exchange_state, since
 
-        # A conditional copies what passes through it: moments that stay go around.
+        # What passes through a conditional takes temporary memory once more: moments
+        # that stay go around it.
         realigned = () if moments == "keep" else inner_state
         moves, realigned, exchange_state, since = uniform.cond(
             fire, talk, rest, realigned, state.exchange, since, axis=axis

@@ -54,3 +54,14 @@ def walk(
 
     state = jax.jit(spread(tx.init))(x) if state is None else state
     return jax.tree.map(np.asarray, jax.jit(spread(worker))(x, state, data, extra))
+
+
+def one_update(tx, grads, params, step=0, **extra):
+    """One eager update of stacked gradients and parameters."""
+    worker = lambda g, p: tx.update(g, tx.init(p), p, step=step, **extra)
+    return spread(worker)(grads, params)
+
+
+def squares(x, c):
+    """The loss whose gradient is ``toward``."""
+    return jnp.sum(jnp.square(x - c)) / 2

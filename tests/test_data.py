@@ -120,7 +120,8 @@ def test_fashion_mnist_keeps_the_published_test_set_held_out(tmp_path):
 
 
 @pytest.mark.skipif(
-    not data.FASHION_FOLDER.is_dir(), reason="dataset-fashion-mnist is not installed"
+    not data.FASHION_FOLDER.is_dir(),
+    reason="needs the optional Debian package dataset-fashion-mnist",
 )
 def test_fashion_mnist_has_sixty_and_ten_thousand_images():
     folder = data.FASHION_FOLDER

@@ -17,16 +17,13 @@ from lowcomm import (
     weighted_mean,
     worker_mesh,
 )
+from tests.quadratics import squares
 
 K, N = 4, 3
 RNG = np.random.default_rng(0)
 OPTIMA = RNG.integers(-8, 8, size=(K, N)).astype(np.float32)
 START = jnp.arange(float(N))
 SGD = optax.sgd(0.5)
-
-
-def squares(x, c):
-    return jnp.sum(jnp.square(x - c)) / 2
 
 
 def slope(params, batch):

@@ -7,20 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
-from lowcomm.spmd import AXIS, vary, worker_mesh
 from lowcomm.sync import average
 from lowcomm.triggers import change_exceeds, drift_exceeds
 from lowcomm.workers import spread
+from tests.streams import K, detect, mesh_of, recorded
 
-K = 4
 EPS = float(jnp.finfo(jnp.float32).eps)
 on_both = pytest.mark.parametrize("backend", ["vmap", "mesh"])
-
-
-def mesh_of(backend):
-    return worker_mesh(K) if backend == "mesh" else None
 
 
 @functools.cache
@@ -79,39 +73,12 @@ W, ALPHA = 25, 0.01
 GAIN = ALPHA / (1 - (1 - ALPHA) ** W)
 
 
-@functools.cache
-def detector(when, backend):
-    def worker(grads):
-        def step(state, now):
-            fires, state = when.fire(state, step=now[0], grads=now[1])
-            return state, (vary(fires, AXIS), state)
-
-        steps = jnp.arange(len(grads))
-        return lax.scan(step, vary(when.init(grads[0]), AXIS), (steps, grads))[1]
-
-    return jax.jit(spread(worker, mesh=mesh_of(backend)))
-
-
-def detect(when, grads, backend="vmap"):
-    """Who fires when, ``[K, T]``, and the states, of a stacked stream ``[K, T, …]``."""
-    fires, states = detector(when, backend)(jnp.asarray(grads, jnp.float32))
-    return np.asarray(fires), states
-
-
 def flat(steps, changes=()):
     """One worker's stream of norms 1, changed at some steps."""
     norms = np.ones((1, steps))
     for t, value in changes:
         norms[0, t] = value
     return norms
-
-
-@functools.cache
-def recorded():
-    """The norms of four workers, [4, 100], with jumps."""
-    draw = np.random.default_rng(0)
-    norms = draw.gamma(4.0, size=(K, 100)) * (1 + 9 * (draw.random((K, 100)) < 0.05))
-    return norms.astype(np.float32)
 
 
 def test_zero_is_always_and_infinity_only_the_warm_up():

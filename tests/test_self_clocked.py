@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from lowcomm import average, every, self_clocked, spread, traffic, worker_mesh
-from tests.quadratics import bend, walk
+from tests.quadratics import bend, one_update, walk
 
 K = 4
 RNG = np.random.default_rng(0)
@@ -22,12 +22,6 @@ def train(tx, steps=8, *, x=X, data=(CURVATURES, OPTIMA), **how):
     """The path of virtual workers, ``[K, steps, …]``, and their last state."""
     path, states = walk(tx, x, data, steps=steps, **how)
     return path, jax.tree.map(lambda s: s[:, -1], states)
-
-
-def one_update(tx, grads, params, step=0, **extra):
-    """One eager update of stacked gradients and parameters."""
-    worker = lambda g, p: tx.update(g, tx.init(p), p, step=step, **extra)
-    return spread(worker)(grads, params)
 
 
 def test_it_composes_with_the_wrappers_of_optax():

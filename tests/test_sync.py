@@ -21,7 +21,7 @@ from lowcomm import (
     traffic,
     weighted_mean,
 )
-from tests.quadratics import bend, walk
+from tests.quadratics import bend, one_update, walk
 
 K = 4
 RNG = np.random.default_rng(0)
@@ -44,12 +44,6 @@ def train(tx, steps=8, *, x=X, data=(CURVATURES, OPTIMA), **how):
     """The path of virtual workers, ``[K, steps, …]``, and their last state."""
     path, states = walk(tx, x, data, steps=steps, **how)
     return path, jax.tree.map(lambda s: s[:, -1], states)
-
-
-def one_update(tx, grads, params, step=0, **extra):
-    """One eager update of stacked gradients and parameters."""
-    worker = lambda g, p: tx.update(g, tx.init(p), p, step=step, **extra)
-    return spread(worker)(grads, params)
 
 
 @pytest.mark.parametrize("name", LINEAR)

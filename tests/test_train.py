@@ -28,16 +28,13 @@ from lowcomm import (
 )
 from lowcomm.spmd import AXIS
 from lowcomm.triggers import every
+from tests.quadratics import squares
 
 K, N = 4, 3
 RNG = np.random.default_rng(0)
 OPTIMA = RNG.integers(-8, 8, size=(K, N)).astype(np.float32)
 START = jnp.arange(float(N))
 SGD = optax.sgd(0.5)
-
-
-def squares(x, c):
-    return jnp.sum(jnp.square(x - c)) / 2
 
 
 def train(tx, steps=8, *, loss=squares, params=START, batches=lambda t: OPTIMA, **how):

@@ -1,7 +1,5 @@
 """Triggers: exactly these steps, the same on all workers, and what asking costs."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +14,9 @@ from lowcomm.sync import average
 from lowcomm.triggers import Trigger, any_of, change_exceeds, drift_exceeds, every
 from lowcomm.uniform import known
 from lowcomm.workers import spread
+from tests.streams import K, detect, mesh_of, recorded
 
-K = 4
 on_both = pytest.mark.parametrize("backend", ["vmap", "mesh"])
-
-
-def mesh_of(backend):
-    return worker_mesh(K) if backend == "mesh" else None
 
 
 @pytest.mark.parametrize(
@@ -80,33 +74,6 @@ def test_the_gap_is_the_least_number_of_steps_between_two_syncs():
     assert any_of(every(4), every(6)).gap == 1
     assert drift_exceeds(1.0).gap is change_exceeds(1.0).gap is None
     assert any_of(every(4), change_exceeds(1.0)).gap is None
-
-
-@functools.cache
-def detector(when, backend):
-    def worker(grads):
-        def step(state, now):
-            fires, state = when.fire(state, step=now[0], grads=now[1])
-            return state, (vary(fires, AXIS), state)
-
-        steps = jnp.arange(len(grads))
-        return lax.scan(step, vary(when.init(grads[0]), AXIS), (steps, grads))[1]
-
-    return jax.jit(spread(worker, mesh=mesh_of(backend)))
-
-
-def detect(when, grads, backend="vmap"):
-    """Who fires when, ``[K, T]``, and the states, of a stacked stream ``[K, T, …]``."""
-    fires, states = detector(when, backend)(jnp.asarray(grads, jnp.float32))
-    return np.asarray(fires), states
-
-
-@functools.cache
-def recorded():
-    """The norms of four workers, [4, 100], with jumps."""
-    draw = np.random.default_rng(0)
-    norms = draw.gamma(4.0, size=(K, 100)) * (1 + 9 * (draw.random((K, 100)) < 0.05))
-    return norms.astype(np.float32)
 
 
 def test_any_of_is_or_and_asks_every_trigger():
