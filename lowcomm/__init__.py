@@ -3,6 +3,7 @@
 # Workers
 from .spmd import AXIS as AXIS, stack as stack, worker_mesh as worker_mesh
 from .workers import spread as spread
+from .shards import init as init
 
 # What travels
 from .compressors import Compressor as Compressor, payload_bytes as payload_bytes
@@ -33,6 +34,7 @@ from .feedback import (
     error_feedback as error_feedback,
 )
 from .lowrank import powersgd as powersgd
+from .shards import per_shard as per_shard
 
 # When
 from .triggers import (

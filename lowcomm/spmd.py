@@ -147,10 +147,19 @@ def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def stack(tree: PyTree, n: int, *, mesh: Mesh | None = None, axis: Axis = AXIS):
+def stack(
+    tree: PyTree,
+    n: int,
+    *,
+    mesh: Mesh | None = None,
+    axis: Axis = AXIS,
+    specs: Any = None,
+) -> PyTree:
     """``n`` copies of every leaf along a new leading axis, one for each worker.
 
-    With a mesh the copies are placed where the workers are.
+    With a mesh the copies are placed where the workers are. Where a worker is itself
+    a group of devices, ``specs`` says how one worker's leaves lie on the mesh's other
+    axes: see ``per_shard``.
 
     Example:
         >>> stack({"w": jnp.zeros(3)}, 8)["w"].shape
@@ -160,21 +169,111 @@ def stack(tree: PyTree, n: int, *, mesh: Mesh | None = None, axis: Axis = AXIS):
     copy = lambda x: jnp.repeat(jnp.asarray(x, jnp.asarray(x).dtype)[None], n, 0)
     if n < 1:
         raise ValueError(f"there must be at least one worker, not {n}.")
-    if isinstance(mesh, Mesh) and n != math.prod(mesh.shape[a] for a in names(axis)):
-        raise ValueError(f"{n} copies do not fit a mesh of {dict(mesh.shape)} workers.")
     copies = jax.tree.map(copy, tree)
-    return place(copies, mesh, axis=axis) if isinstance(mesh, Mesh) else copies
+    if not isinstance(mesh, Mesh):
+        return copies
+    check_axes(mesh, axis)
+    if n != math.prod(mesh.shape[a] for a in names(axis)):
+        raise ValueError(f"{n} copies do not fit a mesh of {dict(mesh.shape)} workers.")
+    return place(copies, mesh, axis=axis, specs=specs)
 
 
-def place(tree: PyTree, mesh: Mesh, *, axis: Axis = AXIS) -> PyTree:
+def check_axes(mesh: Mesh | AbstractMesh, axis: Axis) -> None:
+    """Raise unless ``mesh`` has the worker axis."""
+    missing = sorted(set(names(axis)) - set(mesh.axis_names))
+    if missing:
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names} and no {missing}: "
+            "pass axis= or build the mesh with worker_mesh(axis=...)."
+        )
+
+
+def place(tree: PyTree, mesh: Mesh, *, axis: Axis = AXIS, specs: Any = None) -> PyTree:
     """Put a stacked tree on ``mesh``, each worker's part on its own devices."""
-    return jax.device_put(tree, NamedSharding(automatic(mesh), P(axis)))
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    others = {name: n for name, n in mesh.shape.items() if name not in names(axis)}
+    where = lambda spec: NamedSharding(automatic(mesh), P(axis, *spec))
+    return jax.device_put(tree, jax.tree.map(where, leaf_specs(specs, one, others)))
+
+
+def leaf_specs(specs: Any, tree: PyTree, sizes: Mapping[str, int | None]) -> PyTree:
+    """One ``PartitionSpec`` for each leaf of ``tree``, over axes of these sizes.
+
+    ``specs`` is a prefix of ``tree`` whose leaves are specs (None: not divided), or a
+    function from a leaf's path, such as ``"decoder/kernel"``, to one. A size of None is
+    an axis that is not here. Raises ``ValueError`` where a spec does not fit its leaf.
+    """
+    is_spec = lambda s: s is None or isinstance(s, P)
+    if callable(specs) and not is_spec(specs):
+        spell = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+        pick = lambda path, _: _or_whole(specs(spell(path)))
+        chosen = jax.tree_util.tree_map_with_path(pick, tree)
+    else:
+        try:
+            spread_out = lambda s, part: jax.tree.map(lambda _: _or_whole(s), part)
+            chosen = jax.tree.map(spread_out, specs, tree, is_leaf=is_spec)
+        except (ValueError, TypeError) as problem:
+            raise ValueError(
+                "specs must be a prefix of the tree with a PartitionSpec (or None) "
+                f"for every leaf, and does not match it: {problem}"
+            ) from problem
+
+    def fitting(path, x, spec):
+        where = jax.tree_util.keystr(path) or "(the tree)"
+        if not isinstance(spec, P):
+            raise ValueError(
+                f"the spec of leaf {where} is {spec!r}: give a PartitionSpec or None."
+            )
+        if len(spec) > jnp.ndim(x):
+            raise ValueError(
+                f"the spec of leaf {where}, {spec}, divides {len(spec)} dimensions and "
+                f"one worker's leaf has shape {jnp.shape(x)}."
+            )
+        for dim, part in zip(jnp.shape(x), spec, strict=False):
+            divided = () if part is None else names(part)
+            if unknown := [name for name in divided if name not in sizes]:
+                raise ValueError(
+                    f"the spec of leaf {where}, {spec}, names the axis {unknown[0]!r}, "
+                    f"which is none of {tuple(sizes)}."
+                )
+            pieces = math.prod(sizes[name] or 1 for name in divided)
+            if dim % pieces:
+                raise ValueError(
+                    f"leaf {where} of shape {jnp.shape(x)} does not divide by {spec}: "
+                    f"{dim} entries, {pieces} shards."
+                )
+        return spec
+
+    return jax.tree_util.tree_map_with_path(fitting, tree, chosen)
+
+
+def _or_whole(spec: Any) -> Any:
+    return P() if spec is None else spec
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """A mesh to trace on, without devices; its axes are automatic."""
     automatic = (AxisType.Auto,) * len(sizes)  # not the default in every version
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
+
+
+def free_axes(axes: tuple[str, ...]) -> dict[str, int | None]:
+    """The sizes of the automatic axes of the mesh around, None for axes not there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return {name: mesh.shape[name] if name in free else None for name in axes}
+
+
+def on_shards(fn: Callable, axes: tuple[str, ...], in_specs: Any, out_specs: Any):
+    """``fn`` on each shard, over axes that the mesh around leaves to the compiler."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.shard_map(
+        fn,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=tracks_variance(tuple(manual)),  # as it is around
+    )
 
 
 def on_mesh(fn: Callable, mesh: Mesh | AbstractMesh, axis: Axis, in_specs: Any):

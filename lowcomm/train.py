@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from .leaves import PyTree
 from .ledger import Traffic, traffic
 from .meter import meter
 from .readout import apply_updates
-from .spmd import AXIS, Axis, names, stack, vary
+from .shards import init
+from .spmd import AXIS, Axis, check_axes, names, stack, vary
 from .uniform import Question, known
 from .workers import spread
 
@@ -116,6 +118,7 @@ def fit(
     has_aux: bool = False,
     extra_args: Callable[[PyTree], dict] | None = None,
     mesh: Any = None,
+    specs: Any = None,
     axis: Axis = AXIS,
     backend: str | None = None,
     on_step: Callable[[int, PyTree, Any, dict], None] | None = None,
@@ -125,7 +128,9 @@ def fit(
     ``params`` are one worker's and all workers start from them. ``batches`` is a
     function of the step number or an iterable; each batch is stacked, ``[K, …]``. To
     go on from an earlier run pass its stacked ``params`` and ``state`` and the next
-    step as ``start``. ``mesh`` and ``backend`` are those of ``spread``.
+    step as ``start``. ``mesh`` and ``backend`` are those of ``spread``, ``specs`` those
+    of ``stack``, for a mesh on which a worker is a group of devices; parameters and
+    state stay divided as they are. (What ``per_shard`` sends is counted by the shard.)
     ``on_step(t, params, state, metrics)`` sees the stacked arrays after step ``t``;
     they are donated to the next step, so copy what is to be kept.
 
@@ -152,15 +157,18 @@ def fit(
     """
     if steps < 0 or workers < 1:
         raise ValueError(f"steps={steps} and workers={workers}: give 0 and 1 or more.")
+    if mesh is not None:
+        check_axes(mesh, axis)
     if state is not None:  # the caller's arrays are not ours to donate
         _check_stacked("with state=, params", params, workers)
         params, state = jax.tree.map(jnp.copy, (params, state))
     else:
-        params = stack(params, workers, mesh=mesh, axis=axis)
-        init = spread(tx.init, mesh=mesh, axis=axis, backend=backend)
-        state = jax.jit(init)(params)
+        params = stack(params, workers, mesh=mesh, axis=axis, specs=specs)
+        state = init(tx, params, mesh=mesh, axis=axis, backend=backend)
     step = local_step(loss, tx, has_aux=has_aux, extra_args=extra_args, axis=axis)
     sizes = workers if mesh is None else [mesh.shape[name] for name in names(axis)]
+    if isinstance(mesh, Mesh) and set(mesh.axis_names) - set(names(axis)):
+        sizes = mesh  # what is exchanged by shards is traced and counted by shards
     programs: list[_Compiled] = []
     feed = batches if callable(batches) else _in_order(batches)
     losses, payload = [], []
@@ -219,6 +227,7 @@ class _Compiled:
         self.ran: Any = 0
         self.traffic: Any = None
         self.workers, self.axis = workers, axis
+        self.grouped = isinstance(workers, Mesh)
 
         def worker(params, state, batch, now):
             if host is None:
@@ -227,22 +236,30 @@ class _Compiled:
                 return step(params, state, batch, now)
 
         self.worker = worker
-        call = spread(meter(worker), axis=axis, in_axes=(0, 0, 0, None), **how)
-        self.call = jax.jit(call, donate_argnums=(0, 1))
+        self.spread = spread(meter(worker), axis=axis, in_axes=(0, 0, 0, None), **how)
+        self.call: Any = None
 
     def serves(self, t: int) -> bool:
         """Whether all that this program was told holds for step ``t`` as well."""
         return all(q.ask(t) == q.answer for q in self.asked)
 
     def __call__(self, *stacked: Any) -> Any:
-        if self.traffic is None:
+        if self.call is None:
+            # The compiler may divide a result otherwise than the argument it follows:
+            # the next step would be another program.
+            placed = jax.tree.map(lambda x: x.sharding, stacked[:2])
+            self.call = jax.jit(
+                self.spread,
+                donate_argnums=(0, 1),
+                out_shardings=((*placed, None), None) if self.grouped else None,
+            )
             one = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jax.typeof(x).dtype),
                 stacked[:-1],
             )
-            self.traffic = traffic(
-                self.worker, *one, stacked[-1], workers=self.workers, axis=self.axis
-            )
+            # Not handed in, where it would be taken for one worker's own.
+            now = lambda p, s, batch: self.worker(p, s, batch, stacked[-1])
+            self.traffic = traffic(now, *one, workers=self.workers, axis=self.axis)
         return self.call(*stacked)
 
 

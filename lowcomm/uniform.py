@@ -136,6 +136,20 @@ def earlier(step: Any, steps: int) -> Iterator[Any]:
         yield then
 
 
+def handed_on(step: Any, inside: Any) -> contextlib.AbstractContextManager[None]:
+    """Within, ``inside`` is the step that ``step`` is outside of a program's part.
+
+    Handing an array into ``shard_map`` or ``jit`` makes another of it; what the host
+    knows of the one it then knows of the other.
+    """
+    clock = _recall(step)
+    return (
+        contextlib.nullcontext()
+        if clock is None
+        else _knowing(clock._replace(value=inside))
+    )
+
+
 def cond(pred: Any, yes: Callable, no: Callable, *operands: Any, axis: Axis) -> Any:
     """``lax.cond`` for branches that may talk along ``axis``.
 

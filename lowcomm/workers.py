@@ -23,6 +23,7 @@ from .spmd import (
     NotUniform,
     abstract_mesh,
     automatic,
+    check_axes,
     is_bound,
     names,
     on_mesh,
@@ -71,12 +72,7 @@ def spread(
     if backend == "pmap" and len(names(axis)) > 1:
         raise ValueError(f"pmap has one axis, not {axis}: use a mesh of these axes.")
     if mesh is not None:
-        missing = set(names(axis)) - set(mesh.axis_names)
-        if missing:
-            raise ValueError(
-                f"the mesh has axes {mesh.axis_names} and no {sorted(missing)}: "
-                "pass axis= or build the mesh with worker_mesh(axis=...)."
-            )
+        check_axes(mesh, axis)
         mesh = automatic(mesh)
     checked: set = set()
 

@@ -25,7 +25,7 @@ FLOORS = [
     {"compressors", "triggers"},
     {"parts"},
     {"workers", "selections", "quantizers", "exchange", "ledger", "hlo_text"},
-    {"overlap", "feedback", "meter", "hlo", "network"},
+    {"overlap", "feedback", "meter", "hlo", "network", "shards"},
     {"lowrank", "moments"},
     {"sync"},
     {"anchor"},
