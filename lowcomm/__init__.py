@@ -50,6 +50,9 @@ from .sync import average as average, self_clocked as self_clocked
 from .anchor import rounds as rounds
 from .readout import apply_updates as apply_updates, consensus as consensus
 
+from .guard import skip_nonfinite as skip_nonfinite
+from .statistics import track as track, with_statistics as with_statistics
+
 # Published methods
 from .algorithms.gradients import (
     data_parallel as data_parallel,

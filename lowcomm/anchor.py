@@ -33,7 +33,7 @@ from .leaves import (
 from .moments import realign
 from .parts import expect
 from .spmd import AXIS, Axis, vary
-from .sync import Talking, Transformation, enter, leave
+from .sync import Talking, Transformation, enter, leave, propose
 from .triggers import Trigger, every
 
 
@@ -149,9 +149,8 @@ def rounds(
     def update(updates, state, params=None, *, step=None, **extra):
         whole, grads, params = enter(updates, params, step, axis)
         anchor = state.anchor
-        moves, inner_state = inner.update(
-            grads, state.inner, params, step=step, **(extra | {"anchor": anchor})
-        )
+        given = extra | {"anchor": anchor, "step": step}
+        moves, inner_state = propose(inner, grads, state.inner, params, **given)
         inner_state = vary(inner_state, axis)
         cast = lambda tree: map_leaves(lambda p, a: a.astype(p.dtype), params, tree)
         here = lambda: map_leaves(add, params, moves)

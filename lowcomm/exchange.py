@@ -15,6 +15,9 @@ one that makes no sense there says so.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -50,6 +53,19 @@ class GossipState(NamedTuple):
     exchanges: jax.Array  # int32, how often this worker has mixed
 
 
+_ALONE: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
+
+
+@contextlib.contextmanager
+def by_itself(who: str, *, unless: Axis = ()) -> Iterator[None]:
+    """Within, each worker decides by itself what to keep, so exchanges are refused."""
+    token = _ALONE.set("" if unless else who)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
 def admit(
     tree: PyTree,
     name: str,
@@ -62,6 +78,12 @@ def admit(
 ) -> None:
     """Raise unless the exchange ``name`` makes sense where it is called."""
     axis_size(axis)
+    if alone := _ALONE.get():
+        raise ValueError(
+            f"{name} talks inside {alone}, where each worker decides by itself what to "
+            f"keep, and workers would drift apart: put {alone} around the inner "
+            f"optimizer, or let the workers vote: {alone}(..., axis={axis!r})."
+        )
     if within is not None and not set(names(axis)) <= set(names(within)):
         raise ValueError(
             f"{name} talks along {names(axis)} and stands in a verb over "

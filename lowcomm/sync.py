@@ -124,8 +124,8 @@ def average(
 
     def update(updates, state, params=None, *, step=None, **extra):
         whole, grads, params = enter(updates, params, step, axis)
-        moves, inner_state = inner.update(
-            grads, state.inner, params, step=step, **extra
+        moves, inner_state = propose(
+            inner, grads, state.inner, params, step=step, **extra
         )
         inner_state = vary(inner_state, axis)
         since = state.since + 1
@@ -217,6 +217,21 @@ def enter(grads: PyTree, params: PyTree, step: Any, axis: Axis) -> tuple:
     uniform.now(step, axis)
     check_local(grads, axis, params)
     return params, movable(grads, params), movable(params)
+
+
+def propose(inner: Talking, grads: PyTree, state: Any, params: PyTree, **extra: Any):
+    """The inner optimizer's update; where it misses an argument, says whose it is."""
+    try:
+        return inner.update(grads, state, params, **extra)
+    except TypeError as problem:
+        text = str(problem)
+        if "required keyword-only argument" not in text:
+            raise
+        raise ValueError(
+            f"the inner optimizer needs {text[text.index(': ') + 2 :]}: pass it by "
+            "name, as in tx.update(grads, state, params, step=t, value=loss). "
+            f"local_step passes value= and what its extra_args= returns. ({text})"
+        ) from problem
 
 
 def leave(moves: PyTree, params: PyTree) -> PyTree:

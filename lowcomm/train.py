@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from .leaves import PyTree
+from .leaves import PyTree, is_inexact
 from .ledger import Traffic, traffic
 from .meter import meter
 from .readout import apply_updates
@@ -91,6 +91,13 @@ def local_step(
     gradient = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)
 
     def worker(params, state, batch, step):
+        leaves = jax.tree.leaves(params)
+        if not any(map(is_inexact, leaves)):
+            kinds = ", ".join(sorted({str(jnp.result_type(x)) for x in leaves}))
+            raise ValueError(
+                f"there is nothing to train: the parameters hold {kinds or 'no leaf'} "
+                "and only floating-point and complex leaves have gradients."
+            )
         params = vary(params, axis)
         value, grads = gradient(params, batch)
         value, *aux = value if has_aux else (value,)
@@ -122,6 +129,7 @@ def fit(
     axis: Axis = AXIS,
     backend: str | None = None,
     on_step: Callable[[int, PyTree, Any, dict], None] | None = None,
+    check_finite: bool = True,
 ) -> Run:
     """Train ``workers`` workers for ``steps`` steps, from step number ``start``.
 
@@ -142,6 +150,7 @@ def fit(
 
     Raises:
         FloatingPointError: a worker's loss is not finite; names step and worker.
+            ``check_finite=False`` goes on, for a method that skips such steps.
         ValueError: a batch that is not stacked for this number of workers.
 
     Example:
@@ -180,7 +189,7 @@ def fit(
         losses.append(values)
         payload.append(program.traffic.bytes(ran))
         bad = np.flatnonzero(~np.isfinite(values))
-        if bad.size:
+        if check_finite and bad.size:
             raise FloatingPointError(
                 f"the loss is {values[bad[0]]} at step {t} on worker {bad[0]}"
                 + (f" and {bad.size - 1} more" if bad.size > 1 else "")

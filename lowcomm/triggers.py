@@ -117,7 +117,7 @@ def drift_exceeds(threshold: float) -> Trigger:
                 "drift_exceeds measures the displacement from an anchor, and only "
                 "rounds has one: use rounds, or change_exceeds with average."
             )
-        return _any_worker(_reaches(_norm(drift), threshold), axis), state
+        return any_worker(_reaches(_norm(drift), threshold), axis), state
 
     return Trigger(lambda params: (), fire)
 
@@ -138,7 +138,8 @@ def change_exceeds(
 
     ``δ`` is ``threshold`` (a ratio), ``W`` is ``window``, ``α`` is ``smoothing``; the
     first ``warmup`` steps (``window`` by default) fire whatever the gradients do, and
-    until the window is full there is no change to speak of. Sends 4 bytes a step, but
+    until the window is full there is no change to speak of. A norm that is not finite
+    fires and leaves no trace in the window. Sends 4 bytes a step, but
     none on steps that are known at trace to belong to the warm-up.
     A norm that jumps by a factor r from a flat window changes ``s`` by
     ``α/(1 − q^W) · |r − 1|``, 0.045 |r − 1| with the defaults: choose ``δ`` with
@@ -194,15 +195,19 @@ def change_exceeds(
 
     def fire(state, *, step=None, grads, axis: Axis = AXIS, **extra):
         uniform.now(step, axis)
-        norms = jnp.roll(state.norms, 1).at[0].set(_norm(grads).astype(jnp.float32))
+        norm = _norm(grads)
+        # One that is not finite fires now; in the window its predecessor stands for it.
+        bad = ~jnp.isfinite(norm)
+        norm = jnp.where(bad, state.norms[0], norm)
+        norms = jnp.roll(state.norms, 1).at[0].set(norm)
         smoothed = jnp.sum(weights * norms)
         was_full = state.seen >= window
         difference = jnp.abs(smoothed - state.smoothed)
         # A window of zeros: no change if it stays so, an infinite one if it does not.
         still = difference == 0
         change = jnp.where(still, 0.0, difference / jnp.where(still, 1, state.smoothed))
-        change = jnp.where(was_full | jnp.isnan(change), change, 0.0)
-        wants = _any_worker(_reaches(change, threshold), axis)
+        change = jnp.where(bad, jnp.nan, jnp.where(was_full, change, 0.0))
+        wants = any_worker(_reaches(change, threshold), axis)
         warm = uniform.decide(lambda t: t < warmup, step)
         seen = jnp.minimum(state.seen + 1, window)
         state = vary(ChangeState(norms, smoothed, seen), axis)
@@ -254,7 +259,7 @@ def _reaches(measure: jax.Array, threshold: float) -> jax.Array:
     return ~(jnp.minimum(measure, jnp.finfo(measure.dtype).max) < threshold)
 
 
-def _any_worker(wants: jax.Array, axis: Axis) -> jax.Array:
+def any_worker(wants: jax.Array, axis: Axis) -> jax.Array:
     """Whether it holds on any worker: one int32 maximum."""
     return lax.pmax(wants.astype(jnp.int32), names(axis)) > 0
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from .spmd import Axis, check_uniform, names, vary, varying_axes
 
@@ -153,10 +154,10 @@ def handed_on(step: Any, inside: Any) -> contextlib.AbstractContextManager[None]
 def cond(pred: Any, yes: Callable, no: Callable, *operands: Any, axis: Axis) -> Any:
     """``lax.cond`` for branches that may talk along ``axis``.
 
-    A Python bool decides at trace. Anything else must be the same on all workers, or
+    What is no tracer decides at trace. A tracer must be the same on all workers, or
     ``NotUniform`` is raised. Outputs are marked as varying over ``axis``.
     """
-    if isinstance(pred, bool | np.bool_):
+    if not isinstance(pred, Tracer):
         return switch(int(pred), (no, yes), *operands, axis=axis)
     return switch(jnp.asarray(pred).astype(jnp.int32), (no, yes), *operands, axis=axis)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from .rows import opened, rows_of_equation
@@ -58,6 +59,8 @@ def spread(
         ValueError: leading sizes that disagree or differ from the mesh, a scalar
             that is declared stacked, an axis the mesh lacks, an unknown backend.
         NotUniform: a conditional that talks and whose predicate may differ.
+        ValueError: one whose predicate is a constant, as in ``optax.MultiSteps``
+            around a method.
 
     Example:
         >>> worker = lambda x, step: jax.lax.pmean(x, AXIS) + step
@@ -79,7 +82,7 @@ def spread(
     def spread_fn(*args):
         stacked, shared, rebuild = _split(args, in_axes)
         sizes = _sizes(args, stacked, mesh, axis)
-        worker = lambda stacked, shared: fn(*rebuild(stacked, shared))
+        worker = lambda stacked, shared: _arrays(fn(*rebuild(stacked, shared)))
         problem, signature = None, _signature(args, stacked, shared, sizes)
         if signature not in checked:
             problem = _check(worker, mesh, axis, sizes, stacked, shared)
@@ -95,6 +98,19 @@ def spread(
         return out
 
     return spread_fn
+
+
+def _arrays(result: Any) -> Any:
+    """``result``, if all its leaves are arrays or numbers."""
+    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        if not isinstance(leaf, kinds):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path) or '(the result)'} of what a worker "
+                f"returns is {leaf!r}, a {type(leaf).__name__}. Parameters, states and "
+                "metrics hold arrays: an optimizer keeps anything else in a closure."
+            )
+    return result
 
 
 def _split(args: tuple, in_axes: Any):
@@ -198,7 +214,10 @@ def _check(worker, mesh, axis, sizes, stacked, shared) -> Exception | None:
 
 
 def _refuse_differing(jaxpr: Any, axis: Axis, sizes: Mapping[str, int]) -> None:
-    """Raise if a conditional or loop that talks has a predicate that may differ."""
+    """Raise if a conditional or loop that talks has a predicate that may differ.
+
+    Or one that says nothing: a constant.
+    """
     for eqn in jaxpr.eqns:
         programs = [
             opened(part)[0]
@@ -213,7 +232,17 @@ def _refuse_differing(jaxpr: Any, axis: Axis, sizes: Mapping[str, int]) -> None:
         else:
             predicate = None
         differs = varying_axes_of_type(predicate) & set(names(axis))
-        rows = rows_of_equation(eqn, sizes) if differs else []
+        constant = eqn.primitive.name == "cond" and hasattr(eqn.invars[0], "val")
+        rows = rows_of_equation(eqn, sizes) if differs or constant else []
+        if rows and constant:
+            # The mark of MultiSteps, which then picks by select what to keep.
+            raise ValueError(
+                f"a conditional that communicates ({rows[0].collective} over "
+                f"{rows[0].axis!r}) has a constant predicate. optax.MultiSteps makes "
+                "such a one: it would talk at every micro-step and drop what it "
+                "heard. Put MultiSteps around the inner optimizer, which does not "
+                "communicate, or accumulate in the loss."
+            )
         if rows:
             raise NotUniform(
                 f"a {eqn.primitive.name} that communicates ({rows[0].collective} over "

@@ -7,7 +7,14 @@ import optax
 import pytest
 from jax import lax
 
-from lowcomm import data_parallel, every, local_sgd, rounds, spread, uniform
+from lowcomm import (
+    data_parallel,
+    every,
+    local_sgd,
+    rounds,
+    spread,
+    uniform,
+)
 from lowcomm.spmd import AXIS, NotUniform, worker_mesh
 
 K = 4
@@ -68,14 +75,25 @@ def test_accumulation_that_skips_is_refused_around_what_talks(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_accumulation_without_skipping_is_uniform_on_either_side(backend):
-    # Its predicate is a constant, and what it keeps it selects by arithmetic: it talks
-    # at each step.
-    for tx in (
-        optax.MultiSteps(data_parallel(SGD), 2),
-        local_sgd(optax.MultiSteps(SGD, 2).gradient_transformation(), period=2),
-    ):
-        assert first_update(tx, backend).shape == (K,)
+def test_accumulation_is_refused_around_what_talks_and_not_inside(backend):
+    # Its predicate is a constant and what it keeps it selects by arithmetic, so it
+    # would talk at every micro-step; a verb's syncs between it would drop.
+    verb = local_sgd(SGD, period=2)
+    for tx in (data_parallel(SGD), optax.chain(optax.scale(1.0), verb)):
+        with pytest.raises(ValueError, match=r"MultiSteps around the inner optimizer"):
+            first_update(optax.MultiSteps(tx, 2), backend)
+    inside = optax.MultiSteps(SGD, 2).gradient_transformation()
+    assert first_update(local_sgd(inside, period=2), backend).shape == (K,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_conditional_on_a_constant_is_decided_where_it_stands(backend):
+    worker = lambda x: uniform.cond(
+        jnp.bool_(True), lambda x: lax.pmean(x, AXIS), lambda x: x, x, axis=AXIS
+    )
+    np.testing.assert_array_equal(
+        spread(worker, **how(backend))(jnp.arange(4.0)), np.full(4, 1.5)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

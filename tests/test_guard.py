@@ -1,0 +1,160 @@
+"""A worker whose gradients are not finite skips its step and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowcomm as lc
+
+K, N, STEPS = 4, 3, 8
+RNG = np.random.default_rng(0)
+GRADS = RNG.integers(-4, 4, size=(STEPS, K, N)).astype(np.float32)
+BACKENDS = ("vmap", "shard_map", "pmap")
+
+
+def sick(*where, value=np.nan):
+    """Gradients of which some (step, worker) hold one entry that is not finite."""
+    grads = GRADS.copy()
+    for t, k in where:
+        grads[t, k, 1] = value
+    return grads
+
+
+def slope(x, g):
+    """A loss whose gradient is the batch; its value may be no number either."""
+    return jnp.sum(x * g)
+
+
+def train(tx, grads, backend="vmap", **how):
+    mesh = lc.worker_mesh(K) if backend == "shard_map" else None
+    return lc.fit(
+        slope,
+        tx,
+        jnp.zeros(N),
+        lambda t: grads[t],
+        steps=len(grads),
+        workers=K,
+        mesh=mesh,
+        backend=backend,
+        check_finite=False,
+        **how,
+    )
+
+
+def local_sgd_by_hand(grads, period, *, rate=0.5):
+    """Steps of numpy in which a worker with a bad gradient stays where it is."""
+    x, path = np.zeros((K, N), np.float32), []
+    for t, g in enumerate(grads):
+        good = np.isfinite(g).all(-1, keepdims=True)
+        x = x - rate * np.where(good, g, 0)
+        if (t + 1) % period == 0:
+            x = np.broadcast_to(x.mean(0), x.shape)
+        path.append(x)
+    return np.stack(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_skips_its_local_step_and_the_sync_happens(backend, value):
+    # At an ordinary step, at a sync step, and all workers at once.
+    grads = sick((1, 2), (3, 0), *[(6, k) for k in range(K)], value=value)
+    path = []
+    run = train(
+        lc.local_sgd(lc.skip_nonfinite(optax.sgd(0.5)), period=4),
+        grads,
+        backend,
+        on_step=lambda t, params, state, metrics: path.append(np.array(params)),
+    )
+    # Whole gradients, halves of them, and quarters at the sync: exact.
+    np.testing.assert_array_equal(np.stack(path), local_sgd_by_hand(grads, 4))
+    assert run.payload.tolist() == [0, 0, 0, 4 * N] * 2
+    assert run.state.inner.skipped.tolist() == [2, 1, 2, 1]
+
+
+def test_moments_and_counts_of_a_skipped_step_stay():
+    tx = lc.skip_nonfinite(optax.adam(0.1))
+    state = tx.init(jnp.zeros(N))
+    _, one = tx.update(jnp.asarray(GRADS[0, 0]), state)
+    moves, two = tx.update(jnp.asarray(sick((1, 0))[1, 0]), one)
+    np.testing.assert_array_equal(moves, np.zeros(N))
+    jax.tree.map(np.testing.assert_array_equal, two.guarded, one.guarded)
+    assert (one.skipped, two.skipped) == (0, 1)
+
+
+METHODS = {
+    "data_parallel": lambda: lc.data_parallel(optax.adam(0.1)),
+    "top_k_sgd": lambda: lc.top_k_sgd(optax.sgd(0.5), fraction=0.5),
+    "sign_sgd": lambda: lc.sign_sgd(optax.sgd(0.5)),
+    "powersgd_sgd": lambda: lc.powersgd_sgd(optax.sgd(0.5), rank=1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_where_gradients_are_exchanged_the_workers_vote_and_all_skip(name, backend):
+    tx, path = lc.skip_nonfinite(METHODS[name](), axis=lc.AXIS), []
+    keep = lambda t, *carry: path.append(jax.tree.map(np.array, carry[:2]))
+    run = train(tx, sick((2, 1), (5, 3)), backend, on_step=keep)
+    healthy = np.array([0, 1, 3, 4, 6, 7])
+    for t in (2, 5):
+        before, after = path[t - 1], path[t]
+        np.testing.assert_array_equal(before[0], after[0])
+        jax.tree.map(np.testing.assert_array_equal, before[1].guarded, after[1].guarded)
+    assert run.state.skipped.tolist() == [2] * K
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(path))
+    assert len({p.tobytes() for p in np.asarray(run.params)}) == 1
+    # The run is the one that never saw those steps, where nothing depends on the clock.
+    without = train(METHODS[name](), GRADS[healthy], backend)
+    np.testing.assert_array_equal(run.params, without.params)
+    assert (run.payload - without.payload[0]).tolist() == [4] * STEPS
+
+
+def test_without_a_vote_an_exchange_inside_is_refused_with_both_remedies():
+    remedy = r"around the inner optimizer, or .*skip_nonfinite\(..., axis='workers'\)"
+    for tx in (
+        lc.data_parallel(optax.sgd(0.5)),
+        lc.local_sgd(optax.sgd(0.5), period=2),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            train(lc.skip_nonfinite(tx), GRADS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_leaves_of_every_kind_pass(dtype):
+    params = {
+        "x": jnp.ones(2, dtype),
+        "count": jnp.int32(3),
+        "key": jax.random.key(0),
+        "empty": jnp.zeros(0),
+        "none": None,
+    }
+    grads = params | {"x": jnp.array([1.0, jnp.nan], dtype)}
+    tx = lc.skip_nonfinite(optax.identity())
+    moves, state = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(moves["x"], jnp.zeros(2, dtype))
+    assert moves["x"].dtype == dtype
+    assert (moves["count"], state.skipped) == (3, 1)
+
+
+def test_a_measured_trigger_fires_once_and_goes_on_measuring():
+    # All gradients alike: after the warm-up of two steps nothing changes.
+    grads = np.ones((STEPS, K, N), np.float32)
+    grads[4, 2] = np.nan
+    when = lc.change_exceeds(0.5, window=2)
+    run = train(lc.average(lc.skip_nonfinite(optax.sgd(0.5)), when=when), grads)
+    fired = [t for t, sent in enumerate(run.payload) if sent > 4]
+    assert fired == [0, 1, 4]
+    assert np.isfinite(run.params).all()
+
+
+def test_fit_stops_at_a_loss_that_is_no_number_unless_told_otherwise():
+    tx = lc.local_sgd(lc.skip_nonfinite(optax.sgd(0.5)), period=2)
+    how = {"steps": 4, "workers": K}
+    feed = lambda t: sick((1, 2))[t]
+    with pytest.raises(FloatingPointError, match="nan at step 1 on worker 2"):
+        lc.fit(slope, tx, jnp.zeros(N), feed, **how)
+    run = lc.fit(slope, tx, jnp.zeros(N), feed, check_finite=False, **how)
+    assert np.isnan(run.losses[1, 2])
+    assert np.isfinite(run.params).all()
