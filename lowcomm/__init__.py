@@ -71,7 +71,12 @@ from .algorithms.adaptive import selsync as selsync
 from .algorithms.gossip import dpsgd as dpsgd
 
 # Training
-from .train import Run as Run, fit as fit, local_step as local_step
+from .steps import (
+    Sent as Sent,
+    counted_step as counted_step,
+    local_step as local_step,
+)
+from .train import Run as Run, fit as fit
 
 # Bytes and seconds
 from .ledger import Traffic as Traffic, traffic as traffic

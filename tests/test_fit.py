@@ -13,7 +13,7 @@ from lowcomm import (
     local_step,
     spread,
     stack,
-    train,
+    steps,
     weighted_mean,
     worker_mesh,
 )
@@ -92,7 +92,7 @@ def test_many_kinds_of_steps_share_one_program_and_the_result_stays():
     data = RNG.integers(-8, 8, size=(22, K, N)).astype(np.float32)
     feed = lambda t: dict.fromkeys(periods, data[t])
     run = fit(slope, tx, params, feed, steps=22, workers=K)
-    assert len(run.programs) == train.MOST_PROGRAMS + 1 == 9
+    assert len(run.programs) == steps.MOST_PROGRAMS + 1 == 9
     step = jax.jit(spread(local_step(slope, tx), in_axes=(0, 0, 0, None)))
     x = stack(params, K)
     state = jax.jit(spread(tx.init))(x)

@@ -30,8 +30,9 @@ FLOORS = [
     {"sync"},
     {"anchor", "statistics"},
     {"readout"},
-    {"algorithms"},
+    {"algorithms", "steps"},
     {"train"},
+    {"testing"},
     {"__init__"},
 ]
 SPEAKERS = {"spmd", "exchange", "feedback", "triggers", "sync"}

@@ -1,0 +1,220 @@
+"""One worker's step, and one step of all workers with its bytes counted.
+
+``local_step`` is for any loop. ``counted_step`` compiles it for all workers, one
+program for each kind of step, and says what every step sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from .leaves import PyTree, is_inexact
+from .ledger import Traffic, traffic
+from .meter import meter
+from .readout import apply_updates
+from .spmd import AXIS, Axis, check_axes, names, vary
+from .uniform import Question, known
+from .workers import spread
+
+Loss = Callable[[PyTree, PyTree], Any]
+
+# More kinds of step than this share one program that decides as it runs.
+MOST_PROGRAMS = 8
+
+
+class Sent(NamedTuple):
+    """What one step sent."""
+
+    traffic: Traffic  # of the program that ran
+    counts: jax.Array  # [K, rows] int32, how often each row of it ran
+    program: int  # its number, from 0 in order of first use
+
+    @property
+    def ran(self) -> np.ndarray:
+        """How often each row ran on a worker, ``[rows]``; waits for the step."""
+        return np.asarray(self.counts)[0]
+
+    @property
+    def bytes(self) -> int:
+        """Payload bytes each worker sent; waits for the step."""
+        return self.traffic.bytes(self.ran)
+
+
+def local_step(
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    extra_args: Callable[[PyTree], dict] | None = None,
+    axis: Axis = AXIS,
+) -> Callable:
+    """One worker's step, for ``spread`` and any loop.
+
+    It maps ``(params, state, batch, step)`` to ``(params, state, metrics)``.
+    ``loss(params, batch)`` is a scalar, or ``(scalar, aux)`` with ``has_aux``. ``tx``
+    is passed ``step=``, ``value=`` (the loss) and what ``extra_args(batch)`` returns,
+    such as the ``weight`` of ``weighted_mean``. ``metrics`` holds ``"loss"`` and,
+    if there is one, ``"aux"``, of this worker. Parameters are marked as this worker's
+    own before differentiating: the gradient of a parameter that is declared
+    replicated is the sum over the workers.
+
+    Example:
+        >>> from lowcomm import local_sgd, spread
+        >>> loss = lambda x, c: (x - c) ** 2 / 2
+        >>> tx = local_sgd(optax.sgd(0.5), period=2)
+        >>> step = spread(local_step(loss, tx), in_axes=(0, 0, 0, None))
+        >>> x, c = jnp.full(2, 4.0), jnp.array([0.0, 2.0])
+        >>> state = spread(tx.init)(x)
+        >>> for t in range(2):
+        ...     x, state, metrics = step(x, state, c, t)
+        ...     print(metrics["loss"], x)
+        [8. 2.] [2. 3.]
+        [2.  0.5] [1.75 1.75]
+    """
+    tx = optax.with_extra_args_support(tx)
+    gradient = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)
+
+    def worker(params, state, batch, step):
+        leaves = jax.tree.leaves(params)
+        if not any(map(is_inexact, leaves)):
+            kinds = ", ".join(sorted({str(jnp.result_type(x)) for x in leaves}))
+            raise ValueError(
+                f"there is nothing to train: the parameters hold {kinds or 'no leaf'} "
+                "and only floating-point and complex leaves have gradients."
+            )
+        params = vary(params, axis)
+        value, grads = gradient(params, batch)
+        value, *aux = value if has_aux else (value,)
+        # JAX's gradient of an integer has a type that no arithmetic takes.
+        still = lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g
+        grads = jax.tree.map(still, params, grads)
+        more = {} if extra_args is None else extra_args(batch)
+        updates, state = tx.update(grads, state, params, step=step, value=value, **more)
+        params = apply_updates(params, updates, state)
+        return params, state, {"loss": value} | ({"aux": aux[0]} if aux else {})
+
+    return worker
+
+
+def counted_step(
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    *,
+    workers: int,
+    has_aux: bool = False,
+    extra_args: Callable[[PyTree], dict] | None = None,
+    mesh: Any = None,
+    axis: Axis = AXIS,
+    backend: str | None = None,
+) -> Callable:
+    """A step of all workers, compiled once for each kind of step; ``fit`` is its loop.
+
+    It maps stacked ``(params, state, batch, t)``, where ``t`` is a Python integer, to
+    ``(params, state, metrics, sent)`` and donates the first two. ``sent.bytes`` is the
+    payload each worker sent. The arguments are those of ``local_step`` and ``spread``.
+
+    The step is known to the host, so clock triggers are decided when a program is
+    traced, and a step between two syncs holds no conditional and no collective. One
+    program is compiled for each set of answers to what the triggers asked about the
+    step; beyond eight, one with conditionals serves the rest.
+
+    Raises:
+        ValueError: a batch that is not stacked for this number of workers.
+
+    Example:
+        >>> from lowcomm import init, local_sgd, stack
+        >>> tx = local_sgd(optax.sgd(0.5), period=2)
+        >>> step = counted_step(lambda x, c: (x - c) ** 2 / 2, tx, workers=2)
+        >>> x = stack(jnp.array(4.0), 2)
+        >>> state = init(tx, x)
+        >>> for t in range(4):
+        ...     x, state, metrics, sent = step(x, state, jnp.array([0.0, 2.0]), t)
+        ...     print(t, metrics["loss"], sent.bytes)
+        0 [8. 2.] 0
+        1 [2.  0.5] 4
+        2 [1.53125 0.03125] 0
+        3 [0.3828125 0.0078125] 4
+    """
+    step = local_step(loss, tx, has_aux=has_aux, extra_args=extra_args, axis=axis)
+    sizes: Any = workers
+    if mesh is not None:
+        check_axes(mesh, axis)
+        sizes = [mesh.shape[name] for name in names(axis)]
+        if isinstance(mesh, Mesh) and set(mesh.axis_names) - set(names(axis)):
+            sizes = mesh  # what is exchanged by shards is traced and counted by shards
+    programs: list[_Compiled] = []
+
+    def counted(params, state, batch, t):
+        check_stacked("batch", batch, workers)
+        program = next((p for p in programs if p.serves(t)), None)
+        if program is None:
+            host = t if len(programs) < MOST_PROGRAMS else None
+            program = _Compiled(step, host, sizes, axis, mesh=mesh, backend=backend)
+            programs.append(program)
+        (params, state, metrics), counts = program(params, state, batch, jnp.int32(t))
+        sent = Sent(program.traffic, counts, programs.index(program))
+        return params, state, metrics, sent
+
+    return counted
+
+
+class _Compiled:
+    """A step's program, with what it was told about its step when it was traced."""
+
+    def __init__(
+        self, step: Callable, host: int | None, workers: Any, axis: Axis, **how: Any
+    ):
+        self.asked: list[Question] = []
+        self.traffic: Any = None
+        self.workers, self.axis = workers, axis
+        self.grouped = isinstance(workers, Mesh)
+
+        def worker(params, state, batch, now):
+            if host is None:
+                return step(params, state, batch, now)
+            with known(now, host, self.asked):
+                return step(params, state, batch, now)
+
+        self.worker = worker
+        self.spread = spread(meter(worker), axis=axis, in_axes=(0, 0, 0, None), **how)
+        self.call: Any = None
+
+    def serves(self, t: int) -> bool:
+        """Whether all that this program was told holds for step ``t`` as well."""
+        return all(q.ask(t) == q.answer for q in self.asked)
+
+    def __call__(self, *stacked: Any) -> Any:
+        if self.call is None:
+            # The compiler may divide a result otherwise than the argument it follows:
+            # the next step would be another program.
+            placed = jax.tree.map(lambda x: x.sharding, stacked[:2])
+            self.call = jax.jit(
+                self.spread,
+                donate_argnums=(0, 1),
+                out_shardings=((*placed, None), None) if self.grouped else None,
+            )
+            one = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jax.typeof(x).dtype),
+                stacked[:-1],
+            )
+            # Not handed in, where it would be taken for one worker's own.
+            now = lambda p, s, batch: self.worker(p, s, batch, stacked[-1])
+            self.traffic = traffic(now, *one, workers=self.workers, axis=self.axis)
+        return self.call(*stacked)
+
+
+def check_stacked(name: str, tree: PyTree, workers: int) -> None:
+    """Raise, naming the leaf, unless every leaf has one part for each worker."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.ndim(x) == 0 or jnp.shape(x)[0] != workers:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)} and must "
+                f"be stacked for {workers} workers, [{workers}, ...]."
+            )
