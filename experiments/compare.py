@@ -3,18 +3,20 @@
 Every method trains the same model on the same batches from the same start, seed by
 seed. Bytes are counted while running, seconds are predicted for the given link from the
 collectives that ran. Written to the output folder: ``log.jsonl`` as it happens,
-``results.json`` and the figure ``comparison.png`` and ``.svg`` at the end.
+``results.json`` and the figure ``comparison.png`` and ``.svg`` at the end, and
+checkpoints of the method at work, from which ``--resume`` goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,59 +28,40 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-import lowcomm as lc
-from lowcomm.network import parse_latency
+from lowcomm.checkpoint import Checkpoints
 
 from . import plots, records
 from .catalogue import CATALOGUE
 from .measure import Measurement, Where, measure, shared_compilations
 from .names import lookup
-from .splits import find_split
-from .tasks import TASKS, Task, make_task
+from .settings import (
+    Common,
+    check,
+    examples,
+    fixed,
+    learning_rate,
+    task,
+    transformation,
+)
+from .stopping import Kept, Request, Stopped, stop_requests
+from .task import Task
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Common):
     """Train one task with several methods and compare loss, bytes and seconds."""
 
-    task: str = "mnist-mixer"
-    """One of mnist-mixer, mnist-cnn, fashion-mixer, fashion-cnn, digits,
-    least-squares."""
     algorithms: str = "all"
     """Names of the catalogue with commas between them, or "all"."""
-    workers: int = 8
-    steps: int = 320
     seeds: int = 2
     """How many runs of each method: seeds 0, 1, ..."""
-    batch_size: int = 32
-    """Examples a worker takes in a step."""
-    split: str = "iid"
-    """How examples go to workers: iid, sorted or dirichlet."""
-    alpha: float = 0.5
-    """Concentration of the dirichlet split; small is uneven."""
-    heterogeneity: float = 1.0
-    """How far least-squares workers disagree."""
-    bandwidth: str = "100Mbit"
-    """Of the imagined link, per second."""
-    latency: str = "20ms"
-    """Of the imagined link, one way."""
-    compute: str | None = None
-    """Time of a step without its traffic, such as 5ms; measured here by default, where
-    all workers share this machine."""
-    learning_rate: float | None = None
-    """For all methods, instead of the rate each was tuned to."""
-    fraction: float = 0.05
-    """Share of the entries that top_k_sgd sends."""
-    evaluations: int = 20
-    """Points of a curve."""
-    backend: Literal["vmap", "shard_map", "pmap"] = "vmap"
-    """Virtual workers, or one device each (simulated on a CPU)."""
-    out: Path | None = None
-    """Folder for the output, without another run in it; default: a new one in runs/."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison; 0, or 2 where it was asked for wrongly, 130 on Ctrl-C."""
+    """Run the comparison; 0, or 2 where it was asked for wrongly.
+
+    130 on Ctrl-C and 143 on SIGTERM: what was written goes on with ``--resume``.
+    """
     settings = tyro.cli(Settings, prog="python -m experiments.compare", args=arguments)
     console, errors = Console(), Console(stderr=True)
     folder = settings.out or Path(
@@ -87,16 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         try:
             names, where = _checked(settings)
-            run = stack.enter_context(records.open_run(folder))
-            tasks = [_task(settings, seed) for seed in range(settings.seeds)]
+            run = stack.enter_context(
+                records.open_run(folder, fixed(settings), resume=settings.resume)
+            )
+            tasks = [task(settings, seed) for seed in range(settings.seeds)]
         except (ValueError, OSError) as problem:
             errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
             return 2
         try:
             results = compare(settings, names, tasks, where, run, console)
-        except KeyboardInterrupt:
-            errors.print(f"stopped; {folder} keeps what was written", soft_wrap=True)
-            return 130
+        except (KeyboardInterrupt, Stopped) as stop:
+            errors.print(
+                f"stopped; {folder} keeps what was written: go on with --out {folder} "
+                "--resume",
+                soft_wrap=True,
+            )
+            return getattr(stop, "exit_code", 130)
         records.finish(run, results)
         failed = _failures(results)
         if len(failed) < len(names):
@@ -120,35 +109,48 @@ def compare(
 ) -> dict[str, Any]:
     """Train every method on the task of every seed; what goes into the results."""
     seeds = range(len(tasks))
-    stamp = {"event": "start", "settings": settings, "versions": records.versions()}
-    records.append(run, stamp)
     points = min(settings.evaluations, settings.steps) + 1
+    done = {(r["method"], r["seed"]): r for r in run.before if r.get("event") == "run"}
     methods = {}
-    with shared_compilations(), _progress(console) as progress:
+    with (
+        stop_requests() as request,
+        shared_compilations(),
+        _progress(console) as progress,
+    ):
         bar = progress.add_task("", total=len(names) * len(seeds) * points)
-        for done, name in enumerate(names):
+        for place, name in enumerate(names):
             found = []
-            for seed, task in zip(seeds, tasks, strict=True):
+            for seed in seeds:
                 about = {"method": name, "seed": seed}
-                completed = (done * len(seeds) + seed) * points
+                completed = (place * len(seeds) + seed) * points
                 description = f"{name} [dim]seed {seed}[/]"
                 progress.update(bar, description=description, completed=completed)
+                last = done.get((name, seed))
+                if last is None:
 
-                def on_evaluation(record, about=about):
-                    records.append(run, {"event": "evaluation", **about, **record})
-                    progress.advance(bar)
+                    def on_evaluation(record, about=about):
+                        records.append(run, {"event": "evaluation", **about, **record})
+                        progress.advance(bar)
 
-                found.append(_measure(settings, name, task, where, seed, on_evaluation))
-                last = {"event": "run", **about, **found[-1]._asdict()}
-                records.append(run, last)
+                    made = _measure(
+                        settings, about, tasks[seed], where, run, request, on_evaluation
+                    )
+                    last = {
+                        "event": "run",
+                        **about,
+                        **made._replace(model=None)._asdict(),
+                    }
+                    records.append(run, last)
+                    shutil.rmtree(_kept_in(run, about), ignore_errors=True)
+                found.append(records.plain(last))
             methods[name] = _method(settings, name, found)
         progress.update(bar, description="", completed=len(names) * len(seeds) * points)
     model = jax.eval_shape(tasks[0].init, jax.random.key(0))
     dense = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
     return {
-        "title": f"{settings.task} on {settings.workers} workers",
+        "title": f"{tasks[0].name} on {settings.workers} workers",
         "subtitle": _subtitle(settings),
-        "settings": settings,
+        "settings": fixed(settings),
         "seeds": list(seeds),
         "data_parallel_bytes": settings.steps * dense,
         "methods": methods,
@@ -216,84 +218,48 @@ def _checked(settings: Settings) -> tuple[list[str], Where]:
         lookup(CATALOGUE, name, "method")
     if len(set(names)) < len(names):
         raise ValueError(f"a method is named twice in {settings.algorithms}")
-    lookup(dict.fromkeys(TASKS), settings.task, "task")
-    find_split(settings.split, alpha=settings.alpha)
-    for count in ("workers", "steps", "seeds", "batch_size", "evaluations"):
-        if getattr(settings, count) < 1:
-            option = "--" + count.replace("_", "-")
-            raise ValueError(
-                f"{option} must be at least 1, not {getattr(settings, count)}"
-            )
-    link = lc.Link.parse(settings.bandwidth, settings.latency)
-    try:
-        compute = None if settings.compute is None else parse_latency(settings.compute)
-    except ValueError:
-        raise ValueError(
-            f"--compute {settings.compute!r}: write seconds such as '5ms'."
-        ) from None
-    mesh = None
-    if settings.backend != "vmap":
-        # Only before the backend starts; after that the mesh says what is missing.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", settings.workers)
-        mesh = lc.worker_mesh(settings.workers)
+    where = check(settings, counts=("seeds",))
     for name in names:
-        _transformation(settings, name)  # raises before anything is trained
-    return names, Where(settings.workers, link, mesh, settings.backend, compute)
+        transformation(settings, name)  # raises before anything is trained
+    return names, where
 
 
-def _task(settings: Settings, seed: int) -> Task:
-    return make_task(
-        settings.task,
-        workers=settings.workers,
-        batch_size=settings.batch_size,
-        split=settings.split,
-        alpha=settings.alpha,
-        heterogeneity=settings.heterogeneity,
-        seed=seed,
-    )
-
-
-def _transformation(settings: Settings, name: str) -> Any:
-    return CATALOGUE[name].make(
-        workers=settings.workers,
-        steps=settings.steps,
-        learning_rate=settings.learning_rate,
-        fraction=settings.fraction,
-    )
+def _kept_in(run: records.RunFolder, about: Mapping[str, Any]) -> Path:
+    return run.path / "checkpoints" / f"{about['method']}-{about['seed']}"
 
 
 def _measure(
     settings: Settings,
-    name: str,
+    about: Mapping[str, Any],
     task: Task,
     where: Where,
-    seed: int,
+    run: records.RunFolder,
+    request: Request,
     on_evaluation: Callable[[dict[str, Any]], None],
 ) -> Measurement:
-    return measure(
-        task,
-        _transformation(settings, name),
-        where=where,
-        steps=settings.steps,
-        seed=seed,
-        evaluations=settings.evaluations,
-        on_evaluation=on_evaluation,
-    )
+    with Checkpoints(_kept_in(run, about), keep=1) as checkpoints:
+        return measure(
+            task,
+            transformation(settings, about["method"]),
+            where=where,
+            steps=settings.steps,
+            seed=about["seed"],
+            evaluations=settings.evaluations,
+            on_evaluation=on_evaluation,
+            kept=Kept(checkpoints, settings.save_every, request),
+        )
 
 
-def _method(settings: Settings, name: str, runs: list[Measurement]) -> dict[str, Any]:
-    """The runs of all seeds side by side."""
-    method = CATALOGUE[name]
-    rate = settings.learning_rate
+def _method(settings: Settings, name: str, runs: list[dict]) -> dict[str, Any]:
+    """The runs of all seeds side by side, as the log has them."""
+    keys = ("bytes", "seconds", "syncs", "step_seconds", "failure")
+    side_by_side = {key: [run[key] for run in runs] for key in keys}
+    metrics = {m: [run["metrics"][m] for run in runs] for m in runs[0]["metrics"]}
     return {
-        "learning_rate": method.learning_rate if rate is None else rate,
-        "steps": runs[0].steps,
-        **{key: [run.metrics[key] for run in runs] for key in runs[0].metrics},
-        **{
-            key: [getattr(run, key) for run in runs]
-            for key in ("bytes", "seconds", "syncs", "step_seconds", "failure")
-        },
+        "learning_rate": learning_rate(settings, name),
+        "steps": runs[0]["steps"],
+        **metrics,
+        **side_by_side,
     }
 
 
@@ -302,7 +268,7 @@ def _subtitle(settings: Settings) -> str:
     return ", ".join(
         (
             f"{settings.steps} steps",
-            f"{settings.batch_size} examples a worker and step, {split}",
+            f"{examples(settings)} examples a worker and step, {split}",
             f"link of {settings.bandwidth}/s and {settings.latency}",
             f"mean and range of {settings.seeds} seeds" if settings.seeds > 1 else "",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import lowcomm as lc
 
-from .tasks import Task
+from .stopping import Kept, Stopped
+from .task import Task
 
 
 class Measurement(NamedTuple):
@@ -28,6 +30,17 @@ class Measurement(NamedTuple):
     syncs: int  # steps on which more than a trigger's scalar was sent
     step_seconds: float  # measured here per step, compilation and evaluation left out
     failure: str | None = None
+    model: Any = None  # the consensus at the end
+
+
+@dataclass
+class Seen:
+    """What was seen of a run so far; saved with it, as JSON."""
+
+    found: list[dict[str, float]] = field(default_factory=list)  # at the evaluations
+    payload: list[int] = field(default_factory=list)  # bytes of each step, a worker
+    seconds: list[float] = field(default_factory=list)  # predicted, of its traffic
+    warm: list[float] = field(default_factory=list)  # measured, of compiled steps
 
 
 class Where(NamedTuple):
@@ -52,88 +65,91 @@ def measure(
     seed: int,
     evaluations: int = 20,
     on_evaluation: Callable[[dict[str, Any]], None] = lambda record: None,
+    on_step: Callable[[int, float, int], None] = lambda step, loss, sent: None,
+    kept: Kept | None = None,
 ) -> Measurement:
     """Train for ``steps`` steps and evaluate the consensus at even intervals.
 
     There are ``evaluations`` of them after the one before the first step, fewer where
-    there are fewer steps. ``on_evaluation`` is shown each as it is made. The predicted
-    seconds are ``where.compute`` a step, or the time measured here if that is None,
-    plus what the traffic costs on ``where.link``. A run whose loss stops being finite
-    is returned with its ``failure``, not raised.
+    there are fewer steps. ``on_evaluation`` is shown each as it is made, ``on_step``
+    the mean training loss and the payload bytes of every step. The predicted seconds
+    are ``where.compute`` a step, or the time measured here if that is None, plus what
+    the traffic costs on ``where.link``. A run whose loss stops being finite is returned
+    with its ``failure``, not raised.
+
+    What is ``kept`` is saved and gone on from: the curve with the carry, so that a run
+    that was stopped and went on gives the numbers of one that was not, but for times
+    that were measured. Raises ``Stopped`` where a stop is asked for.
     """
     points = np.unique(np.linspace(0, steps, evaluations + 1).round().astype(int))
     due = set(points.tolist())
-    found: list[dict[str, float]] = []
-    took: list[float] = []
-    consensus = jax.jit(lc.spread(lc.consensus, mesh=where.mesh, backend=where.backend))
+    how: dict[str, Any] = {"mesh": where.mesh, "backend": where.backend}
+    consensus = jax.jit(lc.spread(lc.consensus, **how))
+    step = lc.counted_step(task.loss, tx, workers=where.workers, **how)
 
-    def evaluate(step: int, params: Any, training_loss: float | None) -> None:
-        found.append(task.evaluate(params))
-        on_evaluation({"step": step, **found[-1], "training_loss": training_loss})
+    def evaluate(t: int, model: Any, training_loss: float | None) -> None:
+        seen.found.append(task.evaluate(model))
+        on_evaluation({"step": t, **seen.found[-1], "training_loss": training_loss})
 
-    def on_step(t: int, params: Any, state: Any, metrics: dict) -> None:
-        nonlocal since
-        if t + 1 not in due:
-            took.append(time.perf_counter() - since)
-        else:
-            loss = float(np.mean(metrics["loss"]))  # waits for the step
-            took.append(time.perf_counter() - since)
-            if np.isfinite(loss):
-                model = jax.tree.map(lambda leaf: leaf[0], consensus(state, params))
-                evaluate(t + 1, model, loss)
+    model = task.init(jax.random.key(seed))
+    params = lc.stack(model, where.workers, mesh=where.mesh)
+    carry, seen, first = (params, lc.init(tx, params, **how)), Seen(), 0
+    if kept is not None and kept.checkpoints.steps():
+        first, carry = kept.checkpoints.restore(carry)
+        seen = Seen(**kept.checkpoints.about().notes)
+    else:
+        evaluate(0, model, None)
+    params, state = carry
+    prices: dict[tuple[int, bytes], float] = {}
+    compiled: set[int] = set()
+    took = np.nan
+    for t in range(first, steps):
         since = time.perf_counter()
-
-    start = task.init(jax.random.key(seed))
-    evaluate(0, start, None)
-    since = time.perf_counter()
-    try:
-        run = lc.fit(
-            task.loss,
-            tx,
-            start,
-            task.batches,
-            steps=steps,
-            workers=where.workers,
-            mesh=where.mesh,
-            backend=where.backend,
-            on_step=on_step,
-        )
-    except FloatingPointError as failure:
-        unknown = np.full(len(points), np.nan)
-        metrics = _columns(found, len(points))
-        return Measurement(points, metrics, unknown, unknown, 0, np.nan, str(failure))
-    # The first step of every program waits for its compilation.
-    warm = sorted(took)[: max(1, len(took) - len(run.programs))]
-    step_seconds = float(np.mean(warm))
+        params, state, metrics, sent = step(params, state, task.batches(t), t)
+        losses = np.asarray(metrics["loss"])  # waits for the step
+        took = time.perf_counter() - since
+        try:
+            lc.train.check_losses(t, losses)
+        except FloatingPointError as failure:
+            return _failed(points, seen, str(failure))
+        if sent.program in compiled:  # its first step waits for the compiler
+            seen.warm.append(took)
+        compiled.add(sent.program)
+        kind = sent.program, sent.ran.tobytes()
+        if kind not in prices:
+            prices[kind] = lc.seconds(
+                sent.traffic, where.link, where.workers, counts=sent.ran
+            )
+        seen.seconds.append(prices[kind])
+        seen.payload.append(sent.bytes)
+        loss = float(losses.mean())
+        on_step(t, loss, seen.payload[-1])
+        if t + 1 in due:
+            model = jax.tree.map(lambda leaf: leaf[0], consensus(state, params))
+            evaluate(t + 1, model, loss)
+        if kept is not None and kept.is_due(t + 1, last=steps):
+            kept.checkpoints.save(t + 1, (params, state), notes=asdict(seen))
+            if kept.request.signal:
+                kept.checkpoints.wait()
+                raise Stopped(t + 1, kept.request.signal)
+    step_seconds = float(np.mean(seen.warm or [took]))
     compute = step_seconds if where.compute is None else where.compute
+    payload = np.array(seen.payload, np.int64)
     return Measurement(
         steps=points,
-        metrics=_columns(found, len(points)),
-        bytes=_at(points, run.payload),
-        seconds=_at(points, traffic_seconds(run, where) + compute),
-        syncs=int((run.payload > SCALAR).sum()),
+        metrics=_columns(seen.found, len(points)),
+        bytes=_at(points, payload),
+        seconds=_at(points, np.array(seen.seconds) + compute),
+        syncs=int((payload > SCALAR).sum()),
         step_seconds=step_seconds,
+        model=model,
     )
 
 
-def traffic_seconds(run: lc.Run, where: Where) -> np.ndarray:
-    """Predicted seconds of communication, step by step, ``[steps]``.
-
-    Their sum is what the counts of every collective cost. Within the run a step is
-    priced by the bytes it sent: a silent step, one that only asked, one that synced.
-    """
-    price = lambda traffic, **counts: lc.seconds(
-        traffic, where.link, where.workers, **counts
-    )
-    known: dict[int, float] = {}
-    for program in run.programs:
-        asking = lc.Traffic(tuple(r for r in program.traffic.rows if not r.guard))
-        known[asking.bytes_always] = price(asking)
-        known[program.traffic.bytes_max] = price(program.traffic)
-    sizes = sorted(known)
-    each = np.interp(run.payload, sizes, [known[size] for size in sizes])
-    exact = sum(price(p.traffic, counts=p.ran) for p in run.programs)
-    return each * (exact / each.sum()) if each.sum() else each
+def _failed(points: np.ndarray, seen: Seen, failure: str) -> Measurement:
+    unknown = np.full(len(points), np.nan)
+    metrics = _columns(seen.found, len(points))
+    return Measurement(points, metrics, unknown, unknown, 0, np.nan, failure)
 
 
 @contextmanager

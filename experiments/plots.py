@@ -202,7 +202,7 @@ def main() -> None:
     """Draw the figure of a finished run again."""
     folder = Path(sys.argv[1])
     results = json.loads((folder / RESULTS).read_text())
-    print(figure(results, folder / "comparison")[0])
+    print(figure(results, folder / results.get("figure", "comparison"))[0])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A folder holds one run: a second one is refused before it has cost anything.
 """
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -24,44 +25,97 @@ LOG, RESULTS = "log.jsonl", "results.json"
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy", "lowcomm")
 
 
+OTHER = "another run"
+REMEDY = "choose another output folder, or delete this one if it is no longer wanted"
+
+
 class RunFolder(NamedTuple):
     """An output folder that belongs to this run."""
 
     path: Path
     log: TextIO
+    before: list[dict[str, Any]]  # records from before the run was resumed
 
 
 @contextmanager
-def open_run(folder: Path | str) -> Iterator[RunFolder]:
+def open_run(
+    folder: Path | str, settings: Mapping[str, Any], *, resume: bool = False
+) -> Iterator[RunFolder]:
     """Claim ``folder`` for one run, making it where it is missing.
 
-    A run that recorded nothing leaves nothing, so that it may be tried again. Raises
-    ``FileExistsError`` where the folder holds another run, whole or broken off.
+    The log begins with the settings and the versions. With ``resume`` a run that was
+    broken off there is gone on with, and where there is none a new one begins. A run
+    that recorded nothing else leaves nothing, so that it may be tried again.
+
+    Raises:
+        FileExistsError: the folder holds another run, whole or broken off; with
+            ``resume``, a whole one, or one that another process is writing.
+        ValueError: the run to be resumed has other settings; names them.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; choose a folder for the output")
     made = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    refusal = (
-        f"{path} already holds another run; choose another output folder, or delete "
-        "this one if its run is no longer wanted"
-    )
     if (path / RESULTS).exists():
-        raise FileExistsError(refusal)
-    try:
-        # Creates the file or fails: of two runs at once only one gets the folder.
-        (path / LOG).touch(exist_ok=False)
-    except FileExistsError:
-        raise FileExistsError(refusal) from None
-    with open(path / LOG, "a", encoding="utf-8") as log:
+        what = "a finished run, and there is nothing to go on with" if resume else OTHER
+        raise FileExistsError(f"{path} already holds {what}; {REMEDY}")
+    if not resume or not (path / LOG).exists():
         try:
-            yield RunFolder(path, log)
+            # Creates the file or fails: of two runs at once only one gets the folder.
+            (path / LOG).touch(exist_ok=False)
+        except FileExistsError:
+            raise FileExistsError(f"{path} already holds {OTHER}; {REMEDY}") from None
+    with open(path / LOG, "r+", encoding="utf-8") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"another process is writing {path / LOG}") from None
+        before = read_log(log)
+        run = RunFolder(path, log, before)
+        if before:
+            _check_settings(path, before[0]["settings"], plain(settings))
+            append(run, {"event": "resume", "versions": versions()})
+        else:
+            append(
+                run, {"event": "start", "settings": settings, "versions": versions()}
+            )
+        mark = log.tell()
+        try:
+            yield run
         finally:
-            if not log.tell():
+            if not before and log.tell() == mark:
                 (path / LOG).unlink()
                 if made and not any(path.iterdir()):
                     path.rmdir()
+
+
+def read_log(log: TextIO) -> list[dict[str, Any]]:
+    """The records of a log; a last line that was cut off is removed from the file."""
+    records, end = [], 0
+    text = log.read()
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        records.append(json.loads(line))
+        end += len(line.encode())
+    log.seek(end)
+    log.truncate()
+    return records
+
+
+def _check_settings(path: Path, then: Mapping, now: Mapping) -> None:
+    """Raise, naming them, where settings differ."""
+    differ = [
+        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+    if differ:
+        raise ValueError(
+            f"the run in {path} had other settings: {', '.join(differ)}; resume it "
+            "with its own, or choose another output folder"
+        )
 
 
 def append(run: RunFolder, record: Mapping[str, Any]) -> None:

@@ -1,14 +1,8 @@
-"""What is to be learned: a loss, batches for K workers, and an honest judge.
-
-A :class:`Task` is everything a training loop needs to know of a problem. Its batches
-have a leading axis of workers, ``[K, b, ...]``, and are a pure function of the step;
-its loss is one worker's; its judge sees only examples that no worker trains on, or,
-where the optimum is known in closed form, the optimum itself.
-"""
+"""The tasks there are: images to classify, text to predict, and least squares."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,22 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from . import data, models
+from . import data, language, models
 from .names import lookup
 from .splits import Split, find_split, stream
-
-PyTree = Any
-
-
-class Task(NamedTuple):
-    """A problem shared out among workers."""
-
-    name: str
-    init: Callable[[jax.Array], PyTree]  # key -> one worker's parameters
-    loss: Callable[[PyTree, PyTree], jax.Array]  # (params, batch [b, ...]) -> scalar
-    batches: Callable[[int], PyTree]  # step -> batch [workers, b, ...]
-    evaluate: Callable[[PyTree], dict[str, float]]  # params -> held-out metrics
-    optimum: PyTree | None = None  # the parameters with the least mean loss, if known
+from .task import PyTree, Task
+from .transformer import SIZES
 
 
 def image_task(
@@ -138,7 +121,7 @@ _IMAGE_TASKS: dict[str, tuple[Callable[[], data.Dataset], nn.Module]] = {
     "digits": (data.digits, models.MLP()),
 }
 
-TASKS = (*_IMAGE_TASKS, "least-squares")
+TASKS = (*_IMAGE_TASKS, *language.CORPORA, "least-squares")
 
 
 def make_task(
@@ -149,17 +132,22 @@ def make_task(
     split: str | Split = "iid",
     alpha: float = 0.5,
     heterogeneity: float = 1.0,
+    size: str = "0.5m",
+    length: int = 64,
     seed: int = 0,
 ) -> Task:
     """The task of that name, shared out among ``workers``.
 
-    ``batch_size`` is one worker's. ``split`` says how images go to workers: a function
-    or the name of one (:func:`~experiments.splits.find_split`, which uses ``alpha``);
-    ``heterogeneity`` does so for least squares. ``seed`` decides who has which examples
-    and their order, never which are held out.
+    ``batch_size`` is one worker's. ``split`` says how images or windows of text go to
+    workers: a function or the name of one (:func:`~experiments.splits.find_split`,
+    which uses ``alpha``); ``heterogeneity`` does so for least squares. Language models
+    are of a ``size`` (:data:`~experiments.transformer.SIZES`) and read ``length``
+    bytes. ``seed`` decides who has which examples and their order, never which are held
+    out.
 
-    Raises ``ValueError`` with the nearest names for an unknown task or split, and with
-    both numbers where the examples are too few for the workers or for a batch.
+    Raises ``ValueError`` with the nearest names for an unknown task, split or size, and
+    with both numbers where the examples are too few for the workers or for a batch;
+    ``FileNotFoundError`` for data that are not installed, with what installs them.
     """
     lookup(dict.fromkeys(TASKS), name, "task")
     if name == "least-squares":
@@ -169,17 +157,18 @@ def make_task(
             seed=seed,
             heterogeneity=heterogeneity,
         )
+    shared: Any = {
+        "workers": workers,
+        "batch_size": batch_size,
+        "split": find_split(split, alpha=alpha) if isinstance(split, str) else split,
+        "seed": seed,
+    }
+    if name in language.CORPORA:
+        model = lookup(SIZES, size, "size of language model")
+        load = language.CORPORA[name]
+        return language.language_task(name, load(), model, length=length, **shared)
     load, model = _IMAGE_TASKS[name]
-    chosen = find_split(split, alpha=alpha) if isinstance(split, str) else split
-    return image_task(
-        name,
-        load(),
-        model,
-        workers=workers,
-        batch_size=batch_size,
-        split=chosen,
-        seed=seed,
-    )
+    return image_task(name, load(), model, **shared)
 
 
 def _losses(logits: jax.Array, labels: jax.Array) -> jax.Array:

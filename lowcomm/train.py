@@ -121,13 +121,8 @@ def fit(
         )
         losses.append(values)
         payload.append(sent.traffic.bytes(ran))
-        bad = np.flatnonzero(~np.isfinite(values))
-        if check_finite and bad.size:
-            raise FloatingPointError(
-                f"the loss is {values[bad[0]]} at step {t} on worker {bad[0]}"
-                + (f" and {bad.size - 1} more" if bad.size > 1 else "")
-                + ": lower the learning rate, or look at that worker's batch."
-            )
+        if check_finite:
+            check_losses(t, values)
 
     # An accelerator goes on while the host reads the step before. Simulated devices
     # must not run ahead: unfinished collectives of several steps can deadlock.
@@ -149,6 +144,17 @@ def fit(
         np.array(payload, np.int64),
         tuple(programs.values()),
     )
+
+
+def check_losses(t: int, losses: np.ndarray) -> None:
+    """Raise ``FloatingPointError`` unless all workers' losses ``[K]`` are finite."""
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if bad.size:
+        raise FloatingPointError(
+            f"the loss is {losses[bad[0]]} at step {t} on worker {bad[0]}"
+            + (f" and {bad.size - 1} more" if bad.size > 1 else "")
+            + ": lower the learning rate, or look at that worker's batch."
+        )
 
 
 def _in_order(batches: Iterable[PyTree]) -> Callable[[int], PyTree]:

@@ -1,0 +1,173 @@
+"""What every training program asks for on its command line, and what it makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import optax
+
+import lowcomm as lc
+from lowcomm.network import parse_latency
+
+from . import language
+from .catalogue import CATALOGUE
+from .measure import Where
+from .names import lookup
+from .splits import find_split
+from .task import Task
+from .tasks import TASKS, make_task
+
+INNER = {
+    "sgd": lambda s, rate: optax.sgd(rate, momentum=s.momentum),
+    "adam": lambda s, rate: optax.adam(rate),
+    "adamw": lambda s, rate: optax.adamw(rate, weight_decay=s.weight_decay),
+    "lion": lambda s, rate: optax.lion(rate, weight_decay=s.weight_decay),
+}
+
+
+@dataclass(frozen=True)
+class Common:
+    """What is trained, by whom, over which link, and how the run is kept."""
+
+    task: str = "mnist-mixer"
+    """One of mnist-mixer, mnist-cnn, fashion-mixer, fashion-cnn, digits, stdlib-lm,
+    kjv-lm, least-squares."""
+    workers: int = 8
+    steps: int = 320
+    batch_size: int | None = None
+    """Examples a worker takes in a step; default: 8 windows of text, or 32."""
+    split: str = "iid"
+    """How examples go to workers: iid, sorted (by label, or by source of the text) or
+    dirichlet."""
+    alpha: float = 0.5
+    """Concentration of the dirichlet split; small is uneven."""
+    heterogeneity: float = 1.0
+    """How far least-squares workers disagree."""
+    size: str = "0.5m"
+    """Of the language model: 0.5m or 3m parameters."""
+    length: int = 64
+    """Bytes a language model reads at once."""
+    inner: Literal["auto", "sgd", "adam", "adamw", "lion"] = "auto"
+    """The inner optimizer; auto: adamw for language models, else sgd."""
+    learning_rate: float | None = None
+    """Instead of the rate the method was tuned to."""
+    momentum: float = 0.9
+    """Of sgd."""
+    weight_decay: float = 0.0
+    """Of adamw and lion."""
+    period: int | None = None
+    """Steps from sync to sync, instead of the method's own."""
+    fraction: float = 0.05
+    """Share of the entries that top_k_sgd sends."""
+    threshold: float = 0.07
+    """Relative change of the gradients at which selsync syncs."""
+    window: int = 25
+    """Steps over which selsync smooths the gradients."""
+    bandwidth: str = "100Mbit"
+    """Of the imagined link, per second."""
+    latency: str = "20ms"
+    """Of the imagined link, one way."""
+    compute: str | None = None
+    """Time of a step without its traffic, such as 5ms; measured here by default, where
+    all workers share this machine."""
+    evaluations: int = 20
+    """Points of a curve."""
+    backend: Literal["vmap", "shard_map", "pmap"] = "vmap"
+    """Virtual workers, or one device each (simulated on a CPU)."""
+    save_every: int = 50
+    """Steps from checkpoint to checkpoint; 0 saves none."""
+    resume: bool = False
+    """Go on with the run in --out where it was stopped, if there is one."""
+    out: Path | None = None
+    """Folder for the output, without another run in it; default: a new one in runs/."""
+
+
+# What may change from a run to its continuation.
+FREE = ("out", "resume", "save_every")
+
+
+def fixed(settings: Common) -> dict[str, Any]:
+    """The settings that a run's numbers depend on."""
+    return {k: v for k, v in asdict(settings).items() if k not in FREE}
+
+
+def check(settings: Common, *, counts: tuple[str, ...] = ()) -> Where:
+    """Where it will run, after refusing what cannot; touches no data.
+
+    ``counts`` are further settings that must be at least 1.
+    """
+    lookup(dict.fromkeys(TASKS), settings.task, "task")
+    find_split(settings.split, alpha=settings.alpha)
+    for name in ("workers", "steps", "batch_size", "evaluations", "period", *counts):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} must be at least 1, not {value}")
+    if settings.save_every < 0:
+        raise ValueError(f"--save-every cannot be {settings.save_every}")
+    if settings.resume and settings.out is None:
+        raise ValueError("--resume needs --out, the folder of the run to go on with")
+    link = lc.Link.parse(settings.bandwidth, settings.latency)
+    try:
+        compute = None if settings.compute is None else parse_latency(settings.compute)
+    except ValueError:
+        raise ValueError(
+            f"--compute {settings.compute!r}: write seconds such as '5ms'."
+        ) from None
+    mesh = None
+    if settings.backend != "vmap":
+        # Only before the backend starts; after that the mesh says what is missing.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", settings.workers)
+        mesh = lc.worker_mesh(settings.workers)
+    return Where(settings.workers, link, mesh, settings.backend, compute)
+
+
+def examples(settings: Common) -> int:
+    """How many examples a worker takes in a step."""
+    return settings.batch_size or (8 if settings.task in language.CORPORA else 32)
+
+
+def task(settings: Common, seed: int) -> Task:
+    """The task of one seed."""
+    return make_task(
+        settings.task,
+        workers=settings.workers,
+        batch_size=examples(settings),
+        split=settings.split,
+        alpha=settings.alpha,
+        heterogeneity=settings.heterogeneity,
+        size=settings.size,
+        length=settings.length,
+        seed=seed,
+    )
+
+
+def learning_rate(settings: Common, name: str) -> float:
+    """The rate asked for, or the one the method was tuned to."""
+    tuned = CATALOGUE[name].learning_rate
+    return tuned if settings.learning_rate is None else settings.learning_rate
+
+
+def transformation(settings: Common, name: str) -> Any:
+    """The method of that name around the inner optimizer that was asked for."""
+    kind = settings.inner
+    if kind == "auto":
+        kind = "adamw" if settings.task in language.CORPORA else "sgd"
+    rate = learning_rate(settings, name)
+    setting: dict[str, Any] = {
+        key: getattr(settings, key) for key in ("fraction", "threshold", "window")
+    }
+    if settings.period is not None:
+        setting["period"] = settings.period
+    return CATALOGUE[name].make(
+        workers=settings.workers,
+        steps=settings.steps,
+        learning_rate=rate,
+        inner=INNER[kind](settings, rate),
+        **setting,
+    )
