@@ -32,14 +32,16 @@ def language_task(
     length: int = 64,
     seed: int = 0,
     judged: int = 512,
+    tuning: bool = False,
 ) -> Task:
     """Learn the bytes of a corpus in windows of ``length``.
 
     ``split`` shares the windows out by the source that each is from. A batch is
     ``uint8[workers, batch_size, length]``. The judge reads the same ``judged`` held-out
     windows every time, evenly spaced over all of them, and gives ``loss`` in nats per
-    byte and ``perplexity``. ``sample`` is :func:`sample` of this model. The task's name
-    ends in the corpus's, with the hash of its bytes.
+    byte and ``perplexity``; with ``tuning`` it reads about as many others. ``sample``
+    is :func:`sample` of this model. The task's name ends in the corpus's, with the hash
+    of its bytes.
 
     Raises ``ValueError`` where the windows are too few for the workers or for a batch,
     or do not fit a held-out block.
@@ -62,6 +64,8 @@ def language_task(
     positions = stream(rows, batch_size, seed=seed)
     last = len(held_out.starts) - 1
     chosen = np.unique(np.linspace(0, last, judged).round().astype(int))
+    if tuning:  # what is chosen by these has not seen those of a comparison
+        chosen = np.setdiff1d((chosen[1:] + chosen[:-1]) // 2, chosen)
     judge = _read(corpus, held_out.starts[chosen], length)
 
     @jax.jit

@@ -57,7 +57,7 @@ class Common:
     """Instead of the rate the method was tuned to."""
     momentum: float = 0.9
     """Of sgd."""
-    weight_decay: float = 0.0
+    weight_decay: float = 1e-4
     """Of adamw and lion."""
     period: int | None = None
     """Steps from sync to sync, instead of the method's own."""

@@ -2,10 +2,11 @@
 
 A grid for every method on the task of the comparison, on a ladder of rates in steps of
 1, 2, 5. Where the best rate lies at an end of the grid the ladder goes on. A rate is
-scored by the mean over seeds of the final loss on a tuning split: examples taken from
-the training set, so that neither they nor the seeds are those of the comparison. The
-table is kept in ``experiments/results/tuning.json``, method by method; methods that are
-not asked for keep their entry.
+scored by the mean over seeds of the final loss on a tuning split, so that neither its
+examples nor the seeds are those of the comparison: images taken from the training set,
+windows of held-out text that the comparison is not judged by. The tables are kept in
+``experiments/results``, method by method; methods that are not asked for keep their
+entry.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 import optax
 import tyro
@@ -27,14 +29,16 @@ from rich.table import Table
 
 import lowcomm as lc
 
-from . import data, models, records
+from . import data, language, models, records
 from .catalogue import CATALOGUE
 from .measure import Where, measure, shared_compilations
 from .names import lookup
 from .splits import iid
-from .tasks import Task, image_task
+from .task import Task
+from .tasks import image_task
+from .transformer import SIZES
 
-RESULTS = Path(__file__).parent / "results" / "tuning.json"
+FOLDER = Path(__file__).parent / "results"
 LADDER = tuple(
     float(f"{digit}e{power}") for power in range(-4, 2) for digit in (1, 2, 5)
 )
@@ -42,8 +46,12 @@ LADDER = tuple(
 
 @dataclass(frozen=True)
 class Settings:
-    """Choose a learning rate for methods of the catalogue on mnist-mixer."""
+    """Choose a learning rate for methods of the catalogue.
 
+    On mnist-mixer with SGD and momentum, on a language model with AdamW.
+    """
+
+    task: Literal["mnist-mixer", "stdlib-lm", "kjv-lm"] = "mnist-mixer"
     algorithms: str = "all"
     """Names of the catalogue with commas between them, or "all"."""
     rates: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -53,9 +61,12 @@ class Settings:
     seeds: tuple[int, ...] = (100, 101)
     batch_size: int = 32
     momentum: float = 0.9
+    """Of SGD."""
     fraction: float = 0.05
     """Share of the entries that top_k_sgd sends."""
-    out: Path = RESULTS
+    backend: Literal["vmap", "shard_map"] = "vmap"
+    out: Path | None = None
+    """Default: experiments/results/tuning-TASK.json."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,19 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [name.strip() for name in settings.algorithms.split(",")]
     for name in names:
         lookup(CATALOGUE, name, "method")
-    dataset = data.tuning_split(data.mnist())
-    tasks = {
-        seed: image_task(
-            "mnist-mixer, tuning split",
-            dataset,
-            models.PatchMixer(),
-            workers=settings.workers,
-            batch_size=settings.batch_size,
-            split=iid,
-            seed=seed,
-        )
-        for seed in settings.seeds
-    }
+    if settings.backend == "shard_map":
+        jax.config.update("jax_num_cpu_devices", settings.workers)
+    tasks = {seed: _task(settings, seed) for seed in settings.seeds}
+    out = settings.out or FOLDER / f"tuning-{settings.task}.json"
     console = Console()
     with shared_compilations():
         for name in names:
@@ -89,9 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = asdict(settings)
             del asked["algorithms"], asked["out"]
             entry["settings"] = {**asked, "period": CATALOGUE[name].period}
-            _record(settings.out, name, entry)
+            _record(out, name, entry)
             console.print(f"{name}: {entry['learning_rate']:g}")
-    console.print(table(json.loads(settings.out.read_text())["methods"]))
+    console.print(table(json.loads(out.read_text())["methods"]))
     return 0
 
 
@@ -149,13 +151,28 @@ def table(methods: dict[str, Any]) -> Table:
     return drawn
 
 
+def _task(settings: Settings, seed: int) -> Task:
+    """The task, judged by a tuning split."""
+    how: Any = {"workers": settings.workers, "batch_size": settings.batch_size}
+    how |= {"split": iid, "seed": seed}
+    name = f"{settings.task}, tuning split"
+    if settings.task in language.CORPORA:
+        corpus, model = language.CORPORA[settings.task](), SIZES["0.5m"]
+        return language.language_task(name, corpus, model, tuning=True, **how)
+    dataset = data.tuning_split(data.mnist())
+    return image_task(name, dataset, models.PatchMixer(), **how)
+
+
 def _losses(
     settings: Settings, tasks: dict[int, Task], name: str, rate: float
 ) -> list[float]:
     # A rate that is part of the state leaves the program the same for all rates.
-    inner = optax.inject_hyperparams(optax.sgd)(
-        learning_rate=rate, momentum=settings.momentum
-    )
+    if settings.task in language.CORPORA:
+        inner = optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
+    else:
+        inner = optax.inject_hyperparams(optax.sgd)(
+            learning_rate=rate, momentum=settings.momentum
+        )
     tx = CATALOGUE[name].make(
         workers=settings.workers,
         steps=settings.steps,
@@ -163,7 +180,8 @@ def _losses(
         inner=inner,
         fraction=settings.fraction,
     )
-    where = Where(settings.workers, lc.Link(1e9), compute=0.0)
+    mesh = lc.worker_mesh(settings.workers) if settings.backend != "vmap" else None
+    where = Where(settings.workers, lc.Link(1e9), mesh, settings.backend, compute=0.0)
     return [
         float(
             measure(
