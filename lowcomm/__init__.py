@@ -83,3 +83,6 @@ from .ledger import Traffic as Traffic, traffic as traffic
 from .hlo import compiled_traffic as compiled_traffic
 from .meter import meter as meter
 from .network import Link as Link, seconds as seconds
+
+# The laws, for a method of your own
+from . import testing as testing

@@ -21,8 +21,8 @@ AROUND = [
 # A file imports only from floors below its own.
 FLOORS = [
     {"leaves", "spmd"},
-    {"keys", "uniform", "topology", "rows"},
-    {"compressors", "triggers"},
+    {"keys", "uniform", "topology", "rows", "manifest"},
+    {"compressors", "triggers", "stored"},
     {"parts"},
     {"workers", "selections", "quantizers", "exchange", "ledger", "hlo_text"},
     {"overlap", "feedback", "meter", "hlo", "network", "shards", "guard"},
@@ -31,7 +31,7 @@ FLOORS = [
     {"anchor", "statistics"},
     {"readout"},
     {"algorithms", "steps"},
-    {"train"},
+    {"train", "checkpoint"},
     {"testing"},
     {"__init__"},
 ]
