@@ -1,10 +1,11 @@
 # make demo: compare ten methods on real data.  make test: the whole suite.
+# make notebooks: run the notebooks again, from their sources.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint notebooks clean
 
 demo: $(READY)
 	$(BIN)/python -m experiments.compare --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -16,6 +17,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+
+notebooks: $(READY)
+	$(BIN)/python notebooks/build.py
 
 # Installed once, from pinned versions; again when they change.
 $(READY): pyproject.toml constraints.txt

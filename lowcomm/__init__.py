@@ -1,7 +1,12 @@
 """Communication-efficient training: optax transformations that talk."""
 
 # Workers
-from .spmd import AXIS as AXIS, stack as stack, worker_mesh as worker_mesh
+from .spmd import (
+    AXIS as AXIS,
+    stack as stack,
+    unstack as unstack,
+    worker_mesh as worker_mesh,
+)
 from .workers import spread as spread
 from .shards import init as init
 
@@ -40,6 +45,7 @@ from .shards import per_shard as per_shard
 from .triggers import (
     Trigger as Trigger,
     any_of as any_of,
+    any_worker as any_worker,
     change_exceeds as change_exceeds,
     drift_exceeds as drift_exceeds,
     every as every,

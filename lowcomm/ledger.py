@@ -114,6 +114,10 @@ class Traffic(NamedTuple):
     def table(self) -> str:
         """The rows as text, one line each.
 
+        ``bytes`` are those of one call, ``count`` is how many calls there are (``?``
+        where only running tells), and ``guard`` names the branches it stands in:
+        ``1:0`` is branch 0 of the first conditional.
+
         Example:
             >>> mean = lambda x: jax.lax.pmean(x, AXIS)
             >>> print(traffic(mean, np.ones(5, np.float32), workers=8).table())
@@ -132,6 +136,8 @@ class Traffic(NamedTuple):
             )
             for row in self.rows
         ]
+        if not lines:
+            return "(nothing is sent)"
         width = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
         return "\n".join(
             "  ".join(

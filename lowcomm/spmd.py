@@ -178,6 +178,16 @@ def stack(
     return place(copies, mesh, axis=axis, specs=specs)
 
 
+def unstack(tree: PyTree, worker: int = 0) -> PyTree:
+    """What one worker holds of a stacked tree; the inverse of ``stack``.
+
+    Example:
+        >>> unstack(stack({"w": jnp.zeros(3)}, 8))["w"].shape
+        (3,)
+    """
+    return jax.tree.map(lambda x: x[worker], tree)
+
+
 def check_axes(mesh: Mesh | AbstractMesh, axis: Axis) -> None:
     """Raise unless ``mesh`` has the worker axis."""
     missing = sorted(set(names(axis)) - set(mesh.axis_names))

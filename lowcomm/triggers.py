@@ -259,9 +259,17 @@ def _reaches(measure: jax.Array, threshold: float) -> jax.Array:
     return ~(jnp.minimum(measure, jnp.finfo(measure.dtype).max) < threshold)
 
 
-def any_worker(wants: jax.Array, axis: Axis) -> jax.Array:
-    """Whether it holds on any worker: one int32 maximum."""
-    return lax.pmax(wants.astype(jnp.int32), names(axis)) > 0
+def any_worker(wants: jax.Array, axis: Axis = AXIS) -> jax.Array:
+    """Whether ``wants`` holds on any worker, the same on all: one int32 maximum.
+
+    What a measured trigger of one's own ends in.
+
+    Example:
+        >>> from lowcomm import spread
+        >>> print(spread(any_worker)(jnp.array([False, True, False])))
+        [ True  True  True]
+    """
+    return lax.pmax(jnp.asarray(wants).astype(jnp.int32), names(axis)) > 0
 
 
 def _norm(tree: PyTree) -> jax.Array:

@@ -84,9 +84,13 @@ class Report(NamedTuple):
         """The names of the laws that do not hold."""
         return tuple(v.law for v in self.verdicts if v.status == "fails")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """One line a law."""
         return "\n".join(map(str, self.verdicts))
+
+    def __str__(self) -> str:
+        """One line a law."""
+        return repr(self)
 
 
 def check(
