@@ -107,6 +107,14 @@ class Subject:
         return self.exact is not None
 
     @property
+    def patience(self) -> int:
+        """In how many steps the model must have improved.
+
+        What is not sent at once, and remembered, may make it worse at first.
+        """
+        return self.steps if self.strict else 8 * self.steps
+
+    @property
     def rate(self) -> float:
         """The learning rate: 1/2 stays exact for long, 1/16 suits noisy methods too."""
         return 0.5 if self.strict else 0.0625

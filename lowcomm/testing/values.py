@@ -79,7 +79,7 @@ def zero_gradients_change_nothing(s: Subject, dtype: Any):
 def half_precision_parameters_stay_finite_and_learn(s: Subject):
     """bfloat16 parameters, targets and gradients."""
     target, params = s.targets(dtype=jnp.bfloat16), start(jnp.bfloat16)
-    path = walk(s.half(), s.initializer()(params), target, steps=s.steps)
+    path = walk(s.half(), s.initializer()(params), target, steps=s.patience)
     for t, carry in enumerate(path):
         finite(carry.params, f"after step {t}")
     for name, x in path[-1].params.items():
@@ -102,7 +102,7 @@ def any_number_of_workers_will_do(s: Subject, workers: int):
     def whole(params, target):
         body = lambda carry, t: (step(*carry, target, t)[:2], None)
         first = (params, tx.init(params))
-        return jax.lax.scan(body, first, jnp.arange(s.steps))[0]
+        return jax.lax.scan(body, first, jnp.arange(s.patience))[0]
 
     place = place_of(backend, workers, s.axis)
     params = stack(start(), workers)
@@ -113,7 +113,7 @@ def any_number_of_workers_will_do(s: Subject, workers: int):
     sizes = list(sizes_of(workers, s.axis).values())
     sent = traffic(whole, *one, workers=sizes, axis=s.axis).bytes(counts[0])
     if (sent == 0) != (workers == 1):
-        raise Broken(f"{workers} workers sent {sent} bytes each in {s.steps} steps")
+        raise Broken(f"{workers} workers sent {sent} bytes each in {s.patience} steps")
 
 
 @COPIES.clause()
