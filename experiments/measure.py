@@ -97,6 +97,7 @@ def measure(
     if kept is not None and kept.checkpoints.steps():
         first, carry = kept.checkpoints.restore(carry)
         seen = Seen(**kept.checkpoints.about().notes)
+        model = lc.unstack(consensus(carry[1], carry[0]))
     else:
         evaluate(0, model, None)
     params, state = carry
@@ -125,7 +126,7 @@ def measure(
         loss = float(losses.mean())
         on_step(t, loss, seen.payload[-1])
         if t + 1 in due:
-            model = jax.tree.map(lambda leaf: leaf[0], consensus(state, params))
+            model = lc.unstack(consensus(state, params))
             evaluate(t + 1, model, loss)
         if kept is not None and kept.is_due(t + 1, last=steps):
             kept.checkpoints.save(t + 1, (params, state), notes=asdict(seen))

@@ -53,17 +53,20 @@ class GossipState(NamedTuple):
     exchanges: jax.Array  # int32, how often this worker has mixed
 
 
-_ALONE: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
+_VOTES: contextvars.ContextVar[tuple] = contextvars.ContextVar("votes", default=())
 
 
 @contextlib.contextmanager
-def by_itself(who: str, *, unless: Axis = ()) -> Iterator[None]:
-    """Within, each worker decides by itself what to keep, so exchanges are refused."""
-    token = _ALONE.set("" if unless else who)
+def decided_by(who: str, axis: Axis) -> Iterator[None]:
+    """Within, what is kept is decided by each group of workers along ``axis``.
+
+    Exchanges that reach further are refused: what one group keeps another would not.
+    """
+    token = _VOTES.set((*_VOTES.get(), (who, names(axis))))
     try:
         yield
     finally:
-        _ALONE.reset(token)
+        _VOTES.reset(token)
 
 
 def admit(
@@ -78,12 +81,14 @@ def admit(
 ) -> None:
     """Raise unless the exchange ``name`` makes sense where it is called."""
     axis_size(axis)
-    if alone := _ALONE.get():
-        raise ValueError(
-            f"{name} talks inside {alone}, where each worker decides by itself what to "
-            f"keep, and workers would drift apart: put {alone} around the inner "
-            f"optimizer, or let the workers vote: {alone}(..., axis={axis!r})."
-        )
+    for who, voters in _VOTES.get():
+        if not set(names(axis)) <= set(voters):
+            among = f"those along {voters} decide" if voters else "each worker decides"
+            raise ValueError(
+                f"{name} talks along {axis!r} inside {who}, where {among} what to "
+                f"keep, and workers would drift apart: put {who} around the inner "
+                f"optimizer, or let all of them vote: {who}(..., axis={axis!r})."
+            )
     if within is not None and not set(names(axis)) <= set(names(within)):
         raise ValueError(
             f"{name} talks along {names(axis)} and stands in a verb over "

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .exchange import by_itself
+from .anchor import RoundsState
+from .exchange import decided_by
 from .leaves import PyTree, is_inexact, map_leaves
 from .parts import expect
 from .spmd import Axis, vary
+from .sync import AverageState, SelfClockedState
 from .triggers import any_worker
 
 
@@ -38,13 +40,14 @@ def skip_nonfinite(
     - around what exchanges gradients the workers of ``axis`` vote, by one 4-byte
       maximum a step, and all skip if one must: ``skip_nonfinite(data_parallel(inner),
       axis="workers")``. Zeros travel in that step, so no memory of an exchange is
-      poisoned. Without ``axis`` this is refused: the workers would drift apart.
+      poisoned. An exchange along other axes than those that vote is refused: workers
+      would drift apart. (A collective of your own is not seen.)
 
-    Around a whole verb it would skip the sync with the step: guard what is inside.
-    ``fit`` stops at a loss that is not finite unless ``check_finite=False``.
+    Around a whole verb it would skip the sync with the step, and is refused. ``fit``
+    stops at a loss that is not finite unless ``check_finite=False``.
 
     Raises:
-        ValueError: at trace, an exchange inside where workers do not vote.
+        ValueError: at trace, a verb inside, or an exchange along other axes.
 
     Example:
         >>> tx = skip_nonfinite(optax.sgd(1.0))
@@ -57,10 +60,18 @@ def skip_nonfinite(
     """
     expect(optax.GradientTransformation, tx=tx)
     tx = optax.with_extra_args_support(tx)
+    verbs = AverageState | RoundsState | SelfClockedState
 
     def init(params):
-        state = SkipNonfiniteState(jnp.zeros((), jnp.int32), tx.init(params))
-        return vary(state, axis)
+        guarded = tx.init(params)
+        is_verb = lambda s: isinstance(s, verbs)
+        if any(map(is_verb, jax.tree.leaves(guarded, is_leaf=is_verb))):
+            raise ValueError(
+                "skip_nonfinite around a whole verb, or self_clocked, would skip the "
+                "sync with the step: put it around the inner optimizer, as in "
+                "local_sgd(skip_nonfinite(inner), period=8)."
+            )
+        return vary(SkipNonfiniteState(jnp.zeros((), jnp.int32), guarded), axis)
 
     def update(updates, state, params=None, **extra):
         bad = ~_all_finite(updates)
@@ -68,7 +79,7 @@ def skip_nonfinite(
         zero = lambda tree: map_leaves(
             lambda x: jnp.where(bad, jnp.zeros_like(x), x) if is_inexact(x) else x, tree
         )
-        with by_itself("skip_nonfinite", unless=axis):
+        with decided_by("skip_nonfinite", axis):
             moves, after = tx.update(zero(updates), state.guarded, params, **extra)
         keep = lambda before, after: jnp.where(bad, before, after)
         guarded = jax.tree.map(keep, state.guarded, after)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .guard import skip_nonfinite
 from .leaves import PyTree, is_inexact, precise
 from .parts import expect
 from .spmd import AXIS, Axis
@@ -32,6 +33,12 @@ def track(old: PyTree, new: PyTree) -> jax.Array:
 
     ``old`` are statistics among the arguments of the loss, ``new`` what the forward
     pass made of them (no gradient flows through it). Integer leaves stay as they are.
+    A loss that also computes with the old ones reads them through
+    ``jax.lax.stop_gradient``: otherwise their gradient is added. (flax's ``BatchNorm``
+    does not while it trains.)
+
+    Raises:
+        ValueError: trees or shapes that differ; names the leaf.
 
     Example:
         >>> loss = lambda old: 3.0 + track(old, old + 2.0)
@@ -39,15 +46,23 @@ def track(old: PyTree, new: PyTree) -> jax.Array:
         [3.0, -2.0]
     """
 
-    def pull(x, there):
-        if not is_inexact(x):
-            return jnp.zeros(())
-        distance = precise(x) - precise(lax.stop_gradient(there))
-        return jnp.sum(jnp.square(distance)) / 2
-
-    parts = jax.tree.leaves(jax.tree.map(pull, old, new))
-    total = sum(parts, jnp.zeros(()))
-    return total - lax.stop_gradient(total)
+    before = dict(jax.tree_util.tree_leaves_with_path(old))
+    after = dict(jax.tree_util.tree_leaves_with_path(new))
+    shapes = lambda leaves: {
+        jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves.items()
+    }
+    if (was := shapes(before)) != (now := shapes(after)):
+        differ = sorted(k for k in was.keys() | now.keys() if was.get(k) != now.get(k))
+        raise ValueError(
+            f"track: {differ[0] or 'the statistic'} had shape {was.get(differ[0])} and "
+            f"has {now.get(differ[0])}: hand it the same tree before and after."
+        )
+    # Linear in x, so that nothing overflows; the value is exactly zero.
+    still = lax.stop_gradient
+    pull = lambda x, y: (precise(x) - precise(still(x))) * (precise(still(x - y)))
+    pairs = zip(before.values(), after.values(), strict=True)
+    parts = [jnp.sum(pull(x, y)) for x, y in pairs if is_inexact(x)]
+    return sum(parts, jnp.zeros(()))
 
 
 def with_statistics(
@@ -66,7 +81,9 @@ def with_statistics(
     adds ``track``. ``when`` is the clock of ``tx``, so that the model all workers agree
     on has statistics of its own (beside a measured trigger, which would measure the
     statistics here, any clock). Sends the statistics when it fires. ``consensus`` hands
-    out their mean.
+    out their mean. Statistics that are not finite are not taken over. A clip or a
+    schedule of the parameters belongs inside ``tx``: around this it would scale the
+    statistics as well.
 
     The average of variances is not the variance of the pooled batches, which is larger
     by the variance of the workers' means. The statistics of a model that was averaged
@@ -92,16 +109,20 @@ def with_statistics(
     expect(Trigger, when=when)
 
     def labels(variables: Any):
-        if not isinstance(variables, dict) or collection not in variables:
-            found = sorted(variables) if isinstance(variables, dict) else variables
+        found = set()
+
+        def label(path, _):
+            found.add(name := str(getattr(path[0], "key", path[0])) if path else "")
+            return "statistics" if name == collection else "parameters"
+
+        labelled = jax.tree_util.tree_map_with_path(label, variables)
+        if collection not in found:
             raise ValueError(
                 f"with_statistics needs variables with a collection {collection!r}, "
-                f"not {found}: pass what model.init returns, or name the collection."
+                f"not {sorted(found)}: pass what model.init returns, or name the "
+                "collection."
             )
-        return {
-            name: "statistics" if name == collection else "parameters"
-            for name in variables
-        }
+        return labelled
 
-    moved = average(optax.sgd(1.0), when=when, axis=axis)
+    moved = average(skip_nonfinite(optax.sgd(1.0)), when=when, axis=axis)
     return optax.partition({"parameters": tx, "statistics": moved}, labels)

@@ -6,6 +6,7 @@ program for each kind of step, and says what every step sent.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .leaves import PyTree, is_inexact
@@ -152,14 +154,23 @@ def counted_step(
     programs: list[_Compiled] = []
 
     def counted(params, state, batch, t):
+        if isinstance(t, Tracer):
+            raise ValueError(
+                "counted_step is told its step as a Python integer, and compiles by "
+                "itself: call it outside of jit and scan, or use local_step there."
+            )
+        t = operator.index(t)
         check_stacked("batch", batch, workers)
         program = next((p for p in programs if p.serves(t)), None)
+        known = program is not None
         if program is None:
             host = t if len(programs) < MOST_PROGRAMS else None
             program = _Compiled(step, host, sizes, axis, mesh=mesh, backend=backend)
+        out, sends = program(params, state, batch, jnp.int32(t))
+        (params, state, metrics), counts = out
+        if not known:  # and not before it has run: a failed trace has asked nothing
             programs.append(program)
-        (params, state, metrics), counts = program(params, state, batch, jnp.int32(t))
-        sent = Sent(program.traffic, counts, programs.index(program))
+        sent = Sent(sends, counts, programs.index(program))
         return params, state, metrics, sent
 
     return counted
@@ -172,7 +183,7 @@ class _Compiled:
         self, step: Callable, host: int | None, workers: Any, axis: Axis, **how: Any
     ):
         self.asked: list[Question] = []
-        self.traffic: Any = None
+        self.sends: dict[Any, Traffic] = {}  # for arrays of these shapes
         self.workers, self.axis = workers, axis
         self.grouped = isinstance(workers, Mesh)
 
@@ -194,20 +205,26 @@ class _Compiled:
         if self.call is None:
             # The compiler may divide a result otherwise than the argument it follows:
             # the next step would be another program.
-            placed = jax.tree.map(lambda x: x.sharding, stacked[:2])
+            placed = lambda: jax.tree.map(lambda x: x.sharding, stacked[:2])
             self.call = jax.jit(
                 self.spread,
                 donate_argnums=(0, 1),
-                out_shardings=((*placed, None), None) if self.grouped else None,
+                out_shardings=((*placed(), None), None) if self.grouped else None,
             )
-            one = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jax.typeof(x).dtype),
-                stacked[:-1],
-            )
+        out = self.call(*stacked)
+        leaves, structure = jax.tree.flatten(stacked[:-1])
+        kinds = structure, tuple((jnp.shape(x), jax.typeof(x).dtype) for x in leaves)
+        if kinds not in self.sends:
+            one = [jax.ShapeDtypeStruct(shape[1:], dtype) for shape, dtype in kinds[1]]
             # Not handed in, where it would be taken for one worker's own.
             now = lambda p, s, batch: self.worker(p, s, batch, stacked[-1])
-            self.traffic = traffic(now, *one, workers=self.workers, axis=self.axis)
-        return self.call(*stacked)
+            self.sends[kinds] = traffic(
+                now,
+                *jax.tree.unflatten(structure, one),
+                workers=self.workers,
+                axis=self.axis,
+            )
+        return out, self.sends[kinds]
 
 
 def check_stacked(name: str, tree: PyTree, workers: int) -> None:

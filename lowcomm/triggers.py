@@ -196,9 +196,6 @@ def change_exceeds(
     def fire(state, *, step=None, grads, axis: Axis = AXIS, **extra):
         uniform.now(step, axis)
         norm = _norm(grads)
-        # One that is not finite fires now; in the window its predecessor stands for it.
-        bad = ~jnp.isfinite(norm)
-        norm = jnp.where(bad, state.norms[0], norm)
         norms = jnp.roll(state.norms, 1).at[0].set(norm)
         smoothed = jnp.sum(weights * norms)
         was_full = state.seen >= window
@@ -206,12 +203,15 @@ def change_exceeds(
         # A window of zeros: no change if it stays so, an infinite one if it does not.
         still = difference == 0
         change = jnp.where(still, 0.0, difference / jnp.where(still, 1, state.smoothed))
+        bad = ~jnp.isfinite(norm)
         change = jnp.where(bad, jnp.nan, jnp.where(was_full, change, 0.0))
         wants = any_worker(_reaches(change, threshold), axis)
         warm = uniform.decide(lambda t: t < warmup, step)
         seen = jnp.minimum(state.seen + 1, window)
-        state = vary(ChangeState(norms, smoothed, seen), axis)
-        return _either(warm, wants), state
+        # A norm that is not finite fires, and the window has not seen it.
+        after = ChangeState(norms, smoothed, seen)
+        state = jax.tree.map(lambda a, b: jnp.where(bad, b, a), after, state)
+        return _either(warm, wants), vary(state, axis)
 
     return Trigger(init, fire)
 

@@ -7,8 +7,11 @@ import optax
 import pytest
 
 from lowcomm import (
+    counted_step,
+    data_parallel,
     diloco,
     fit,
+    init,
     local_sgd,
     local_step,
     spread,
@@ -101,3 +104,34 @@ def test_many_kinds_of_steps_share_one_program_and_the_result_stays():
     jax.tree.map(np.testing.assert_array_equal, (run.params, run.state), (x, state))
     sent = [4 * N * sum((t + 1) % p == 0 for p in periods.values()) for t in range(22)]
     assert run.payload.tolist() == sent
+
+
+def test_a_first_call_that_failed_has_told_the_programs_nothing():
+    step = counted_step(squares, local_sgd(SGD, period=2), workers=K)
+    x = stack(START, K)
+    state = init(local_sgd(SGD, period=2), x)
+    with pytest.raises(TypeError):
+        step(x, state, {"oops": OPTIMA}, 0)
+    x, _, _, sent = step(x, state, OPTIMA, 1)  # a sync
+    assert sent.bytes == 4 * N
+    np.testing.assert_array_equal(x, np.tile(np.asarray(x)[:1], (K, 1)))
+
+
+def test_bytes_are_those_of_the_arrays_at_hand():
+    tx = data_parallel(SGD)
+    step = counted_step(squares, tx, workers=K)
+    for n in (1, 3, 1):
+        x = stack(jnp.zeros(n), K)
+        *_, sent = step(x, init(tx, x), OPTIMA[:, :n], 0)
+        assert sent.bytes == 4 * n
+
+
+def test_arrays_of_numpy_will_do_and_a_traced_step_will_not():
+    tx = data_parallel(SGD)
+    step = counted_step(squares, tx, workers=K)
+    x = np.zeros((K, N), np.float32)
+    state = jax.tree.map(np.asarray, init(tx, x))
+    expected = step(stack(jnp.zeros(N), K), init(tx, x), OPTIMA, 0)
+    np.testing.assert_array_equal(step(x, state, OPTIMA, np.int64(0))[0], expected[0])
+    with pytest.raises(ValueError, match="Python integer"):
+        jax.jit(lambda t: step(x, state, OPTIMA, t)[0])(0)

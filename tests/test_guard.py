@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import lowcomm as lc
 
@@ -113,12 +114,43 @@ def test_where_gradients_are_exchanged_the_workers_vote_and_all_skip(name, backe
 
 def test_without_a_vote_an_exchange_inside_is_refused_with_both_remedies():
     remedy = r"around the inner optimizer, or .*skip_nonfinite\(..., axis='workers'\)"
-    for tx in (
-        lc.data_parallel(optax.sgd(0.5)),
-        lc.local_sgd(optax.sgd(0.5), period=2),
-    ):
-        with pytest.raises(ValueError, match=remedy):
-            train(lc.skip_nonfinite(tx), GRADS)
+    with pytest.raises(ValueError, match=remedy):
+        train(lc.skip_nonfinite(lc.data_parallel(optax.sgd(0.5))), GRADS)
+
+
+def test_a_vote_of_some_about_an_exchange_of_all_is_refused():
+    axes = ("site", "chip")
+    mesh = AbstractMesh((2, 2), axes)
+
+    def first(vote):
+        tx = lc.skip_nonfinite(lc.data_parallel(optax.sgd(0.5), axis=axes), axis=vote)
+        worker = lambda g: tx.update(g, tx.init(g), g)[0]
+        call = lc.spread(worker, mesh=mesh, axis=axes, backend="vmap")
+        return jax.eval_shape(call, GRADS[0])
+
+    assert first(axes).shape == (K, N)
+    with pytest.raises(ValueError, match=r"those along \('chip',\) decide"):
+        first("chip")
+    # Inside a guard that votes, one that does not is still refused.
+    tx = lc.skip_nonfinite(
+        lc.skip_nonfinite(lc.data_parallel(optax.sgd(0.5)), axis=lc.AXIS)
+    )
+    with pytest.raises(ValueError, match="each worker decides"):
+        train(tx, GRADS)
+
+
+@pytest.mark.parametrize("axis", [(), lc.AXIS])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lc.local_sgd(optax.sgd(0.5), period=500),
+        lc.diloco(optax.sgd(0.5), period=500),
+        optax.chain(optax.clip(1.0), lc.self_clocked(optax.sgd(0.5))),
+    ],
+)
+def test_a_whole_verb_inside_is_refused_before_the_first_step(verb, axis):
+    with pytest.raises(ValueError, match="would skip the sync"):
+        lc.skip_nonfinite(verb, axis=axis).init(jnp.zeros(N))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])

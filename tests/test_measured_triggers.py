@@ -184,6 +184,13 @@ def test_any_worker_s_change_and_nan_fire_for_all(backend):
     assert np.isfinite(states.smoothed).all()
 
 
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_nan_at_the_first_step_fires_once_as_well(window):
+    when = change_exceeds(0.5, window=window, warmup=0)
+    fires, _ = detect(when, flat(12, [(0, NAN)]))
+    assert fires[0].tolist() == [True] + [False] * 11
+
+
 def test_nan_fires_before_the_window_is_full():
     when = change_exceeds(0.5, window=6, warmup=0)
     fires, _ = detect(when, flat(4, [(2, NAN)]))

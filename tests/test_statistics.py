@@ -1,5 +1,6 @@
 """Running statistics travel beside the parameters and are averaged at syncs."""
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -97,11 +98,50 @@ def test_consensus_in_the_middle_of_a_round_has_the_mean_statistics():
     np.testing.assert_allclose(mean, np.tile(own.mean(0), (K, 1)), rtol=1e-6)
 
 
-def test_the_average_of_variances_is_short_of_the_variance_of_means():
+def test_the_averaged_variance_is_short_of_the_pooled_one_by_that_of_the_means():
+    tx = lc.with_statistics(METHODS["local_sgd"], when=lc.every(1))
+    run = lc.fit(loss, tx, START, lambda t: DATA[t], steps=1, workers=K)
     batch = DATA[0].astype(np.float64)
     pooled = batch.reshape(-1, 5).var(0)
-    averaged = batch.var(1).mean(0)
-    np.testing.assert_allclose(pooled - averaged, batch.mean(1).var(0), rtol=1e-10)
+    averaged = 2 * run.params["batch_stats"]["BatchNorm_0"]["var"][0] - 1
+    np.testing.assert_allclose(pooled - averaged, batch.mean(1).var(0), rtol=1e-5)
+
+
+def test_statistics_that_are_not_finite_are_not_taken_over():
+    sick = DATA.copy()
+    sick[1, 2, 0, 0] = np.nan
+    inner = lc.skip_nonfinite(optax.sgd(0.1))
+    tx = lc.with_statistics(lc.local_sgd(inner, period=PERIOD), when=lc.every(PERIOD))
+    run = lc.fit(
+        loss,
+        tx,
+        START,
+        lambda t: sick[t],
+        steps=STEPS,
+        workers=K,
+        check_finite=False,
+    )
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.params))
+
+
+def test_a_frozen_dict_is_variables_too():
+    tx = lc.with_statistics(METHODS["diloco"], when=lc.every(2))
+    frozen = flax.core.freeze(START)
+    whole = lambda variables, x: loss(flax.core.unfreeze(variables), x)
+    run = lc.fit(whole, tx, frozen, lambda t: DATA[t], steps=2, workers=K)
+    assert isinstance(run.params, flax.core.FrozenDict)
+    plain = lc.fit(loss, tx, START, lambda t: DATA[t], steps=2, workers=K)
+    for x, y in zip(*map(jax.tree.leaves, (run.params, plain.params)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_track_neither_broadcasts_nor_overflows():
+    with pytest.raises(ValueError, match=r"\['a'\] had shape \(\) and has \(2,\)"):
+        lc.track({"a": jnp.zeros(())}, {"a": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"\['b'\] had shape None"):
+        lc.track({"a": jnp.zeros(2)}, {"a": jnp.zeros(2), "b": jnp.zeros(2)})
+    value, pull = jax.value_and_grad(lc.track)(jnp.float32(1e30), jnp.float32(0))
+    assert (value, pull) == (0, jnp.float32(1e30))
 
 
 def test_track_is_zero_and_pulls_every_leaf_to_where_it_went():
