@@ -46,7 +46,8 @@ class Method:
         wrap: from an inner optimizer and a setting to the transformation.
         sent: the bytes it sends for a tree of parameters, at a step that is not known
             when the program is built (where the clock alone decides, nobody is asked).
-        learning_rate: tuned on the image task, with momentum 0.9.
+        learning_rate: tuned on the image task, for SGD with momentum 0.9.
+        adamw_rate: tuned on the language model, for AdamW.
         period: of its syncs in the comparison.
         syncs: on the clock ("every step", "period"), or "measured".
         exact: how many steps stay exact in float32 on small binary data.
@@ -59,6 +60,7 @@ class Method:
     wrap: Callable[[Any, Setting], optax.GradientTransformationExtraArgs]
     sent: Callable[[Any, Setting], Sent]
     learning_rate: float
+    adamw_rate: float
     period: int = 8
     syncs: str = "every step"
     exact: int = 8
@@ -108,11 +110,13 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.data_parallel(inner),
         _every_step,
         learning_rate=0.02,
+        adamw_rate=0.005,
     ),
     "local_sgd": Method(
         lambda inner, s: lc.local_sgd(inner, period=s.period),
         _at_syncs,
         learning_rate=0.02,
+        adamw_rate=0.005,
         syncs="period",
         bitwise=False,
     ),
@@ -120,6 +124,7 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.post_local_sgd(inner, warmup=s.steps // 4, period=s.period),
         _at_syncs,
         learning_rate=0.05,
+        adamw_rate=0.005,
         syncs="period",
         bitwise=False,
     ),
@@ -127,6 +132,7 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.diloco(inner, period=s.period),
         _at_syncs,
         learning_rate=0.005,
+        adamw_rate=0.005,
         syncs="period",
         exact=1,  # outer rates 0.7 and 0.9 are no binary fractions
         exempt=_OUTER,
@@ -137,6 +143,7 @@ CATALOGUE: dict[str, Method] = {
         ),
         _at_syncs,
         learning_rate=0.01,
+        adamw_rate=0.005,
         syncs="period",
         exempt=_OUTER,
     ),
@@ -144,6 +151,7 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.selsync(inner, threshold=s.threshold, window=s.window),
         lambda params, s: Sent(4, _dense(params)),
         learning_rate=0.02,
+        adamw_rate=0.005,
         syncs="measured",
         bitwise=False,
     ),
@@ -151,6 +159,7 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.top_k_sgd(inner, fraction=s.fraction),
         lambda params, s: Sent(lc.payload_bytes(lc.top_k(s.fraction), params), 0),
         learning_rate=0.05,
+        adamw_rate=0.002,
         smooth=False,
         exempt=_LOSSY,
     ),
@@ -158,6 +167,7 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.sign_sgd(inner),
         lambda params, s: Sent(lc.payload_bytes(lc.sign(), params), 0),
         learning_rate=0.05,
+        adamw_rate=0.002,
         exact=1,  # the scale is a mean over the entries of a leaf
         smooth=False,
         exempt=_LOSSY,
@@ -166,6 +176,7 @@ CATALOGUE: dict[str, Method] = {
         lambda inner, s: lc.powersgd_sgd(inner, rank=2),
         lambda params, s: Sent(low_rank_bytes(params, 2), 0),
         learning_rate=0.02,
+        adamw_rate=0.002,
         exact=0,  # orthogonalization takes square roots
         exempt=_LOSSY,
     ),
@@ -176,6 +187,7 @@ CATALOGUE: dict[str, Method] = {
             0 if s.workers == 1 else _dense(params, least=1) + 4 * (s.workers > 2), 0
         ),
         learning_rate=0.02,
+        adamw_rate=0.005,
         exempt={
             "workers agree": "workers mix with neighbours and never quite agree",
             "relabelling permutes": "other names are another graph",

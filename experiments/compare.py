@@ -9,7 +9,6 @@ checkpoints of the method at work, from which ``--resume`` goes on.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import time
@@ -67,29 +66,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = settings.out or Path(
         "runs", f"{settings.task}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
-    with contextlib.ExitStack() as stack:
-        try:
-            names, where = _checked(settings)
-            run = stack.enter_context(
-                records.open_run(folder, fixed(settings), resume=settings.resume)
-            )
-            tasks = [task(settings, seed) for seed in range(settings.seeds)]
-        except (ValueError, OSError) as problem:
-            errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
-            return 2
-        try:
+    try:
+        names, where = _checked(settings)
+        tasks = [task(settings, seed) for seed in range(settings.seeds)]
+        asked = fixed(settings) | {"data": tasks[0].name}
+        with records.open_run(folder, asked, resume=settings.resume) as run:
             results = compare(settings, names, tasks, where, run, console)
-        except (KeyboardInterrupt, Stopped) as stop:
-            errors.print(
-                f"stopped; {folder} keeps what was written: go on with --out {folder} "
-                "--resume",
-                soft_wrap=True,
-            )
-            return getattr(stop, "exit_code", 130)
-        records.finish(run, results)
-        failed = _failures(results)
-        if len(failed) < len(names):
-            figure, _ = plots.figure(results, run.path / "comparison")
+            failed = _failures(results)
+            # Results last: a run that has them is finished.
+            if len(failed) < len(names):
+                figure, _ = plots.figure(results, run.path / "comparison")
+            records.finish(run, results)
+    except (ValueError, OSError, RuntimeError) as problem:
+        errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
+        return 2
+    except (KeyboardInterrupt, Stopped) as stop:
+        errors.print(
+            f"stopped; {folder} keeps what was written: go on with --out {folder} "
+            "--resume",
+            soft_wrap=True,
+        )
+        return getattr(stop, "exit_code", 130)
     console.print(table(results))
     for name, failure in failed.items():
         console.print(f"{name} failed: {failure}", soft_wrap=True, highlight=False)
@@ -225,7 +222,7 @@ def _checked(settings: Settings) -> tuple[list[str], Where]:
 
 
 def _kept_in(run: records.RunFolder, about: Mapping[str, Any]) -> Path:
-    return run.path / "checkpoints" / f"{about['method']}-{about['seed']}"
+    return run.path / records.CHECKPOINTS / f"{about['method']}-{about['seed']}"
 
 
 def _measure(
@@ -237,7 +234,8 @@ def _measure(
     request: Request,
     on_evaluation: Callable[[dict[str, Any]], None],
 ) -> Measurement:
-    with Checkpoints(_kept_in(run, about), keep=1) as checkpoints:
+    asked = fixed(settings) | dict(about)
+    with Checkpoints(_kept_in(run, about), keep=1, settings=asked) as checkpoints:
         return measure(
             task,
             transformation(settings, about["method"]),

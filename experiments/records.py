@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 import jax
 import numpy as np
 
-LOG, RESULTS = "log.jsonl", "results.json"
+LOG, RESULTS, CHECKPOINTS = "log.jsonl", "results.json", "checkpoints"
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy", "lowcomm")
 
 
@@ -44,12 +44,14 @@ def open_run(
     """Claim ``folder`` for one run, making it where it is missing.
 
     The log begins with the settings and the versions. With ``resume`` a run that was
-    broken off there is gone on with, and where there is none a new one begins. A run
+    broken off there is gone on with, and where there is none a new one begins; steps
+    that ran after the last checkpoint are logged once more. A run
     that recorded nothing else leaves nothing, so that it may be tried again.
 
     Raises:
-        FileExistsError: the folder holds another run, whole or broken off; with
-            ``resume``, a whole one, or one that another process is writing.
+        FileExistsError: the folder holds another run, whole or broken off, or the
+            checkpoints of one; with ``resume``, a whole one, or one that another
+            process is writing.
         ValueError: the run to be resumed has other settings; names them.
     """
     path = Path(folder)
@@ -61,6 +63,8 @@ def open_run(
         what = "a finished run, and there is nothing to go on with" if resume else OTHER
         raise FileExistsError(f"{path} already holds {what}; {REMEDY}")
     if not resume or not (path / LOG).exists():
+        if (path / CHECKPOINTS).exists():
+            raise FileExistsError(f"{path} holds checkpoints of {OTHER}; {REMEDY}")
         try:
             # Creates the file or fails: of two runs at once only one gets the folder.
             (path / LOG).touch(exist_ok=False)
@@ -97,7 +101,11 @@ def read_log(log: TextIO) -> list[dict[str, Any]]:
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break
-        records.append(json.loads(line))
+        try:
+            records.append(json.loads(line))
+        except ValueError as problem:
+            where = f"{log.name}, line {len(records) + 1}"
+            raise ValueError(f"{where} is no record: {problem}") from None
         end += len(line.encode())
     log.seek(end)
     log.truncate()

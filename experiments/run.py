@@ -62,33 +62,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, errors = Console(), Console(stderr=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = settings.out or Path("runs", f"{settings.method}-{stamp}")
-    with contextlib.ExitStack() as stack:
-        try:
-            lookup(CATALOGUE, settings.method, "method")
-            where = check(settings, counts=("log_every",))
-            transformation(settings, settings.method)  # raises before data are touched
-            run = stack.enter_context(
-                records.open_run(folder, fixed(settings), resume=settings.resume)
-            )
-            learned = task(settings, settings.seed)
-        except (ValueError, OSError) as problem:
-            errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
-            return 2
-        try:
+    try:
+        lookup(CATALOGUE, settings.method, "method")
+        where = check(settings, counts=("log_every",))
+        transformation(settings, settings.method)  # raises before data are touched
+        learned = task(settings, settings.seed)
+        asked = fixed(settings) | {"data": learned.name}
+        with records.open_run(folder, asked, resume=settings.resume) as run:
             made = train(settings, learned, where, run, console)
-        except (KeyboardInterrupt, Stopped) as stop:
-            errors.print(
-                f"{stop or 'stopped'}; go on with --out {folder} --resume",
-                soft_wrap=True,
-            )
-            return getattr(stop, "exit_code", 130)
-        if made.failure:
-            errors.print(f"{settings.method} failed: {made.failure}", soft_wrap=True)
-            return 1
-        samples = _samples(settings, learned, made.model)
-        results = _results(settings, learned, made, samples)
-        records.finish(run, results)
-        figure, _ = plots.figure(results, run.path / results["figure"])
+            if made.failure:
+                errors.print(f"{settings.method} failed: {made.failure}")
+                return 1
+            samples = _samples(settings, learned, made.model)
+            results = _results(settings, learned, made, samples)
+            # Results last: a run that has them is finished.
+            figure, _ = plots.figure(results, run.path / results["figure"])
+            records.finish(run, results)
+    except (ValueError, OSError, RuntimeError) as problem:
+        errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
+        return 2
+    except (KeyboardInterrupt, Stopped) as stop:
+        errors.print(
+            f"{stop or 'stopped'}; go on with --out {folder} --resume", soft_wrap=True
+        )
+        return getattr(stop, "exit_code", 130)
     for text in samples:
         console.print(Panel(escape(text), title="sample", title_align="left"))
     console.print(f"figure: {figure}", soft_wrap=True, highlight=False)
@@ -105,7 +102,8 @@ def train(
     """Train under a live table; raises ``Stopped`` where a signal asks for it."""
     with contextlib.ExitStack() as stack:
         request = stack.enter_context(stop_requests())
-        kept = stack.enter_context(Checkpoints(run.path / "checkpoints"))
+        folder = run.path / records.CHECKPOINTS
+        kept = stack.enter_context(Checkpoints(folder, settings=fixed(settings)))
         watch = Watch(settings, run, console)
         if kept.steps():
             watch.go_on(kept.about().notes)

@@ -147,17 +147,29 @@ def task(settings: Common, seed: int) -> Task:
     )
 
 
+def inner_name(settings: Common) -> str:
+    """The inner optimizer that was asked for."""
+    if settings.inner != "auto":
+        return settings.inner
+    return "adamw" if settings.task in language.CORPORA else "sgd"
+
+
 def learning_rate(settings: Common, name: str) -> float:
-    """The rate asked for, or the one the method was tuned to."""
-    tuned = CATALOGUE[name].learning_rate
-    return tuned if settings.learning_rate is None else settings.learning_rate
+    """The rate asked for, or the one the method was tuned to.
+
+    Raises ``ValueError`` for an inner optimizer with which no rate was tuned.
+    """
+    if settings.learning_rate is not None:
+        return settings.learning_rate
+    method, inner = CATALOGUE[name], inner_name(settings)
+    tuned = {"sgd": method.learning_rate, "adamw": method.adamw_rate}
+    if inner not in tuned:
+        raise ValueError(f"no rate was tuned for {inner}: give --learning-rate")
+    return tuned[inner]
 
 
 def transformation(settings: Common, name: str) -> Any:
     """The method of that name around the inner optimizer that was asked for."""
-    kind = settings.inner
-    if kind == "auto":
-        kind = "adamw" if settings.task in language.CORPORA else "sgd"
     rate = learning_rate(settings, name)
     setting: dict[str, Any] = {
         key: getattr(settings, key) for key in ("fraction", "threshold", "window")
@@ -168,6 +180,6 @@ def transformation(settings: Common, name: str) -> Any:
         workers=settings.workers,
         steps=settings.steps,
         learning_rate=rate,
-        inner=INNER[kind](settings, rate),
+        inner=INNER[inner_name(settings)](settings, rate),
         **setting,
     )

@@ -65,7 +65,8 @@ def stop_requests() -> Iterator[Request]:
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as of a background job
+                before[number] = signal.signal(number, note)
     try:
         yield request
     finally:

@@ -12,7 +12,10 @@ device of the group and send that as often as the group has devices.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +26,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from . import uniform
 from .exchange import Exchange
+from .keys import of_shard
 from .leaves import PyTree
 from .parts import expect
-from .spmd import AXIS, Axis, automatic, free_axes, leaf_specs, names, on_shards, vary
+from .spmd import (
+    AXIS,
+    Axis,
+    automatic,
+    free_axes,
+    leaf_specs,
+    names,
+    on_shards,
+    vary,
+    worker_index,
+)
 from .workers import spread
 
 
@@ -53,8 +67,9 @@ def init(
     if mesh is None or not grouped or backend in ("vmap", "pmap"):
         return jax.jit(start)(params)
     here = automatic(mesh)
+    lies = lambda x: getattr(getattr(x, "sharding", None), "spec", P(axis))
     known = {
-        path: (jnp.shape(x), getattr(x.sharding, "spec", P(axis)))
+        path: (jnp.shape(x), lies(x))
         for path, x in jax.tree_util.tree_leaves_with_path(params)
     }
 
@@ -99,10 +114,10 @@ def per_shard(
     Where the axes are not there, as for virtual workers, a worker is one device and its
     shard is the whole leaf.
 
-    Scales, selections and ranks are those of a shard: top-k takes the largest entries
-    of each. Leaves divided over the same axes are exchanged in one call. Extra
-    arguments are handed whole to every shard, the parameters in shards. ``mean`` and
-    ``weighted_mean`` do not need this.
+    Scales, selections, ranks and random numbers are those of a shard: top-k takes the
+    largest entries of each. Leaves divided over the same axes are exchanged in one
+    call. Extra arguments are handed whole to every shard, the parameters in shards.
+    ``mean`` and ``weighted_mean`` do not need this.
 
     Raises:
         ValueError: at trace, specs that do not match the tree, name another axis or do
@@ -152,6 +167,7 @@ def per_shard(
             near = None if params is None else _pick(params, over, kind)
             nearby = None if params is None else where
             specs_in, specs_out = (where, nearby, _KEPT, P()), (where, _KEPT)
+            _check_kept(kept, kind)
             told = _within(kind, axes, talk, specs_in, specs_out)
             part, kept = told(part, near, kept, arrays)
             heard = _put(heard, over, kind, part)
@@ -166,6 +182,13 @@ _KEPT = "kept"  # stands for the spec of what is kept, with its axis of shards
 
 def _groups(specs: Any, tree: PyTree, axes: tuple[str, ...]):
     """Each leaf's spec, the axes it is divided over, and all such sets in order."""
+    around = jax.sharding.get_abstract_mesh()
+    free = sorted(set(around.axis_names) - set(around.manual_axes))
+    if free and not set(axes) & set(around.axis_names):
+        raise ValueError(
+            f"per_shard is over the axes {axes}, and this mesh has {free} besides the "
+            "workers': leaves would be exchanged whole. Name the axes of the mesh."
+        )
     chosen = leaf_specs(specs, tree, free_axes(axes))
     mentioned = lambda spec: {n for part in spec if part for n in names(part)}
     over = jax.tree.map(
@@ -198,6 +221,10 @@ def _within(
     keeps = lambda spec: bool(kind) and isinstance(spec, str)
 
     def local(*args):
+        with of_shard(_shard_number(kind, there)) if kind else nullcontext():
+            return shard(*args)
+
+    def shard(*args):
         own = lambda spec, x: jax.tree.map(lambda y: y[0], x) if keeps(spec) else x
         one = lambda y: jnp.asarray(y)[None]
         kept = lambda spec, x: jax.tree.map(one, x) if keeps(spec) else x
@@ -213,6 +240,24 @@ def _within(
 
 def _present(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a, size in free_axes(axes).items() if size is not None)
+
+
+def _shard_number(kind: str, there: tuple[str, ...]) -> Any:
+    """Another one for every shard, and for leaves divided over other axes."""
+    return worker_index(there) + zlib.crc32(kind.encode()) % 2**24
+
+
+def _check_kept(kept: PyTree, kind: str) -> None:
+    """Raise unless there is one entry for each shard, as where ``init`` ran."""
+    sizes = free_axes(tuple(kind.split(","))).values() if kind else ()
+    shards = math.prod(size or 1 for size in sizes)
+    for x in jax.tree.leaves(kept):
+        if kind and jnp.shape(x)[0] != shards:
+            raise ValueError(
+                f"per_shard keeps something for {jnp.shape(x)[0]} shards over {kind}, "
+                f"and here are {shards}: make the state where the shards are, with "
+                "lowcomm.init(tx, params, mesh=mesh)."
+            )
 
 
 def _arrays(tree: PyTree) -> tuple[list, Callable[[list], PyTree]]:

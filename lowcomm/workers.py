@@ -59,8 +59,7 @@ def spread(
         ValueError: leading sizes that disagree or differ from the mesh, a scalar
             that is declared stacked, an axis the mesh lacks, an unknown backend.
         NotUniform: a conditional that talks and whose predicate may differ.
-        ValueError: one whose predicate is a constant, as in ``optax.MultiSteps``
-            around a method.
+        ValueError: ``optax.MultiSteps`` around something that talks.
 
     Example:
         >>> worker = lambda x, step: jax.lax.pmean(x, AXIS) + step
@@ -216,7 +215,8 @@ def _check(worker, mesh, axis, sizes, stacked, shared) -> Exception | None:
 def _refuse_differing(jaxpr: Any, axis: Axis, sizes: Mapping[str, int]) -> None:
     """Raise if a conditional or loop that talks has a predicate that may differ.
 
-    Or one that says nothing: a constant.
+    Or if it is that of ``optax.MultiSteps``, which decides nothing: it selects
+    afterwards what to keep.
     """
     for eqn in jaxpr.eqns:
         programs = [
@@ -232,16 +232,14 @@ def _refuse_differing(jaxpr: Any, axis: Axis, sizes: Mapping[str, int]) -> None:
         else:
             predicate = None
         differs = varying_axes_of_type(predicate) & set(names(axis))
-        constant = eqn.primitive.name == "cond" and hasattr(eqn.invars[0], "val")
+        constant = eqn.primitive.name == "cond" and _accumulates(eqn)
         rows = rows_of_equation(eqn, sizes) if differs or constant else []
         if rows and constant:
-            # The mark of MultiSteps, which then picks by select what to keep.
             raise ValueError(
-                f"a conditional that communicates ({rows[0].collective} over "
-                f"{rows[0].axis!r}) has a constant predicate. optax.MultiSteps makes "
-                "such a one: it would talk at every micro-step and drop what it "
-                "heard. Put MultiSteps around the inner optimizer, which does not "
-                "communicate, or accumulate in the loss."
+                f"optax.MultiSteps stands around something that communicates "
+                f"({rows[0].collective} over {rows[0].axis!r}): it would talk at every "
+                "micro-step and drop what it heard. Put MultiSteps around the inner "
+                "optimizer, which does not communicate, or accumulate in the loss."
             )
         if rows:
             raise NotUniform(
@@ -257,13 +255,32 @@ def _refuse_differing(jaxpr: Any, axis: Axis, sizes: Mapping[str, int]) -> None:
             _refuse_differing(program, axis, sizes)
 
 
+def _accumulates(eqn: Any) -> bool:
+    """Whether a conditional on a constant was made by ``optax.MultiSteps``."""
+    if not hasattr(eqn.invars[0], "val"):
+        return False
+    traceback = getattr(eqn.source_info, "traceback", None)
+    frames = getattr(traceback, "frames", ())
+    return any("_accumulation" in frame.file_name for frame in frames)
+
+
 def _meshed(worker: Callable, mesh: Any, axis: Axis) -> Callable:
     own = lambda stacked, shared: worker([x[0] for x in stacked], shared)
     return on_mesh(own, mesh, axis, in_specs=(P(axis), P()))
 
 
 def _on_mesh(worker, mesh, axis, sizes, stacked, shared):
-    return _meshed(worker, mesh, axis)(stacked, shared)
+    try:
+        return _meshed(worker, mesh, axis)(stacked, shared)
+    except AssertionError as problem:
+        if "ManualAxisType" not in str(problem):
+            raise
+        raise ValueError(
+            "JAX cannot make zeros like the result of jax.eval_shape on a mesh whose "
+            f"other axes are the compiler's, {mesh.axis_names}. optax.MultiSteps and "
+            "adafactor do so: accumulate in the loss, choose another optimizer, or a "
+            "mesh of the workers alone."
+        ) from problem
 
 
 def _on_devices(worker, mesh, axis, sizes, stacked, shared):

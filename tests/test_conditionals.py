@@ -97,6 +97,19 @@ def test_a_conditional_on_a_constant_is_decided_where_it_stands(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "predicate",
+    [lambda: True, lambda: lax.axis_size(AXIS) > 2, lambda: lax.psum(1, AXIS) > 2],
+)
+def test_a_plain_conditional_on_what_all_workers_know_is_accepted(predicate, backend):
+    talk = lambda x: uniform.vary(lax.pmean(x, AXIS), AXIS)
+    worker = lambda x: lax.cond(predicate(), talk, lambda x: x, x)
+    np.testing.assert_array_equal(
+        spread(worker, **how(backend))(jnp.arange(4.0)), np.full(4, 1.5)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_conditional_inside_scan_and_jit_is_found_and_a_silent_one_is_not(backend):
     def worker(talk):
         pick = lambda x: lax.cond(x > 1, talk, lambda x: x, x)

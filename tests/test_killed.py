@@ -39,7 +39,7 @@ def train(method, folder):
         return lc.rounds(inner, optax.sgd(1.0), when=lc.every(5), delay=3)
 
     nothing = lambda params, setting: None
-    CATALOGUE["delayed"] = Method(delayed, nothing, learning_rate=0.02)
+    CATALOGUE["delayed"] = Method(delayed, nothing, 0.02, 0.02)
     plots.figure = lambda results, path: (path, path)
     command = [*SETTINGS, "--method", method, "--out", folder, "--resume"]
     with contextlib.redirect_stdout(io.StringIO()):

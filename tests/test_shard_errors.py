@@ -66,3 +66,29 @@ def test_a_tree_of_another_division_than_at_init_is_refused():
 
     with pytest.raises(ValueError, match="other axes than those init saw"):
         jax.eval_shape(lc.spread(worker, mesh=abstract), lc.stack(ZERO, K))
+
+
+def test_axes_that_the_mesh_lacks_are_refused_with_those_it_has():
+    tx = lc.per_shard(lc.mean(), {"a": P(None, "fspd"), "b": None}, axes="fspd")
+    with pytest.raises(ValueError, match=r"\('fspd',\), and this mesh has \['fsdp'\]"):
+        jax.eval_shape(lc.spread(tx.init, mesh=MESH), lc.stack(ZERO, K))
+    # A worker that is one device has no such axes, and needs none.
+    workers = lc.worker_mesh(K)
+    assert jax.eval_shape(lc.spread(tx.init, mesh=workers), lc.stack(ZERO, K))
+
+
+def test_a_state_made_elsewhere_is_answered_with_where_to_make_it():
+    specs = {"a": P(None, "fsdp"), "b": None}
+    tx = lc.per_shard(lc.error_feedback(lc.top_k(0.5)), specs, axes="fsdp")
+    state = lc.stack(tx.init(ZERO), K)
+    worker = lambda g, s: tx.update(g, s, step=0)[0]
+    with pytest.raises(ValueError, match=r"1 shards over fsdp, and here are 4.*init"):
+        jax.eval_shape(lc.spread(worker, mesh=MESH), lc.stack(ZERO, K), state)
+
+
+def test_what_jax_cannot_do_on_such_a_mesh_is_said_with_the_way_out():
+    tx = lc.local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), period=2)
+    how = {"batches": lambda t: jnp.zeros((K, 3)), "steps": 1, "workers": K}
+    with pytest.raises(ValueError, match="accumulate in the loss, choose another"):
+        lc.fit(squares, tx, jnp.zeros(3), mesh=MESH, **how)
+    lc.fit(squares, tx, jnp.zeros(3), mesh=lc.worker_mesh(K), **how)

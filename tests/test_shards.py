@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import lowcomm as lc
+from lowcomm import shards
+from lowcomm.keys import of_shard
 from lowcomm.spmd import place
 
 K, S = 2, 4  # workers, devices of each
@@ -65,7 +67,10 @@ def by_hand(exchange, w, steps):
             heard.append(out["w"])
         return jnp.stack(heard)
 
-    each = [lc.spread(worker)({"w": part}) for part in jnp.split(w, S, axis=-1)]
+    each = []
+    for i, part in enumerate(jnp.split(w, S, axis=-1)):
+        with of_shard(shards._shard_number("fsdp", ()) + i):
+            each.append(lc.spread(worker)({"w": part}))
     return jnp.concatenate(each, axis=-1)
 
 
@@ -87,6 +92,15 @@ def test_each_shard_is_exchanged_by_itself(name):
     # Two workers' sums have one order. QR and fused products round otherwise on
     # another program: a few operations on values of order one, three steps.
     np.testing.assert_allclose(got, by_hand(exchange, w, 3), atol=64 * 2**-24)
+
+
+def test_shards_of_equal_content_are_rounded_by_numbers_of_their_own():
+    tx = lc.per_shard(lc.compressed_mean(int8), P("fsdp"), axes="fsdp")
+    worker = lambda g: tx.update(g, tx.init(g), step=0)[0]
+    same = jnp.tile(draw(1, 16), (K, S))
+    call = jax.jit(lc.spread(worker, mesh=MESH))
+    rounded = np.asarray(call(place(same, MESH, specs=P("fsdp"))))[0].reshape(S, 16)
+    assert len({row.tobytes() for row in rounded}) == S
 
 
 def compiled(tx, mesh=MESH):
