@@ -154,6 +154,9 @@ CATALOGUE: dict[str, Method] = {
         adamw_rate=0.005,
         syncs="measured",
         bitwise=False,
+        exempt={
+            "learns": "gradients of whole batches stop changing, and nobody syncs then"
+        },
     ),
     "top_k_sgd": Method(
         lambda inner, s: lc.top_k_sgd(inner, fraction=s.fraction),

@@ -5,11 +5,7 @@ The carry is the tree that goes from step to step, such as ``(params, state)``, 
 pending exchanges, keys. Nothing else is needed, since the step is an argument and
 there are no hidden counters, and nothing less suffices.
 
-    DIRECTORY/STEP/arrays      one array a leaf, by its path; written by orbax
-    DIRECTORY/STEP/about.json  leaves, settings, notes, a checksum of every file
-
-``about.json`` is written last and removed first: a folder without it is what a writer
-that died left behind, is never read, and is removed by the next save.
+How they lie on disk, and what of a writer that died is left, ``lowcomm.folders`` says.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import json
 import logging
 import operator
 import os
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .folders import ABOUT, ARRAYS, begin, claim, complete_steps, remove
 from .leaves import PyTree
 from .manifest import (
     Leaf,
@@ -50,8 +46,6 @@ except ImportError as missing:
     raise ImportError(
         "checkpoints are written with orbax: pip install 'lowcomm[checkpoints]'."
     ) from missing
-
-ABOUT, ARRAYS = "about.json", "arrays"
 
 
 class About(NamedTuple):
@@ -116,6 +110,7 @@ class Checkpoints:
         self._settings = None if settings is None else as_json("settings", settings)
         self._writing: tuple[int, Future] | None = None
         self._closed = False
+        self._claimed: int | None = None
         if self.steps():
             self._read(None)
         # Compression saves 7 % of random weights and costs as much as the rest.
@@ -126,8 +121,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of which there is a complete checkpoint, ascending."""
-        complete = (file.parent for file in self.directory.glob(f"*/{ABOUT}"))
-        return sorted(int(folder.name) for folder in complete if _is_step(folder))
+        return complete_steps(self.directory)
 
     def save(
         self, step: int, carry: PyTree, *, notes: Mapping[str, Any] | None = None
@@ -141,7 +135,8 @@ class Checkpoints:
 
         Raises:
             ValueError: a leaf that is something else, by its path; notes that are not
-                JSON; a step that is not after all those saved.
+                JSON; a step that is not after all those saved; another process that
+                saves there.
             RuntimeError: the save before this one failed; this one did not begin.
         """
         if self._closed:
@@ -153,6 +148,8 @@ class Checkpoints:
         if step < 0:
             raise ValueError(f"step={step}: count the steps from 0.")
         leaves = manifest(carry)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(carry)):
+            raise ValueError("the carry holds shapes, not arrays: save the arrays.")
         about: dict[str, Any] = {
             "step": step,
             "settings": self._settings or {},
@@ -169,9 +166,9 @@ class Checkpoints:
             )
         folder = self._folder(step)
         if jax.process_index() == 0:
-            for left in filter(_is_left_over, self.directory.glob("*")):
-                _remove(left)
-            folder.mkdir(parents=True)
+            if self._claimed is None:
+                self._claimed = claim(self.directory)
+            begin(folder)
         flat = zip(leaves.items(), jax.tree.leaves(carry), strict=True)
         arrays = {path: stored(x) for (path, leaf), x in flat if not leaf.empty}
         if jax.process_count() > 1:  # orbax asks devices, and the processes meet
@@ -239,6 +236,9 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._orbax.close()
+            if self._claimed is not None:
+                os.close(self._claimed)
+                self._claimed = None
 
     def __enter__(self) -> Checkpoints:
         """Itself."""
@@ -275,7 +275,7 @@ class Checkpoints:
             os.fsync(out.fileno())
         written.replace(folder / ABOUT)
         for step in self.steps()[: -self._keep]:
-            _remove(self._folder(step))
+            remove(self._folder(step))
 
     def _read(self, step: int | None) -> tuple[Path, dict]:
         """The folder of a checkpoint and what is written about it."""
@@ -320,19 +320,3 @@ def _muted():
         yield
     finally:
         log.removeFilter(others)
-
-
-def _is_step(folder: Path) -> bool:
-    return folder.name.isascii() and folder.name.isdigit() and folder.is_dir()
-
-
-def _is_left_over(folder: Path) -> bool:
-    """Whether a save that did not come to its end, or a removal, left this behind."""
-    parts = (ARRAYS, ABOUT + ".")
-    return _is_step(folder) and all(x.name.startswith(parts) for x in folder.iterdir())
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint, in an order that never leaves half of one."""
-    (folder / ABOUT).unlink(missing_ok=True)
-    shutil.rmtree(folder)

@@ -115,5 +115,6 @@ def check_same_leaves(name: str, expected: PyTree, tree: PyTree) -> None:
             raise ValueError(
                 f"{name} keeps one array per leaf, and leaf {path or '(the tree)'} "
                 f"has shape {now.get(path, 'nothing')} where init saw "
-                f"{before.get(path, 'nothing')}: call init with the new tree."
+                f"{before.get(path, 'nothing')}: call init with the new tree (on the "
+                "same mesh, and traffic with workers=mesh, where leaves are divided)."
             )

@@ -195,8 +195,8 @@ def check_files(folder: Path, files: Mapping[str, list[int]]) -> None:
 def damaged(folder: Path, how: str) -> ValueError:
     """The error of a checkpoint that cannot be trusted."""
     return ValueError(
-        f"checkpoint {folder} is damaged: {how}. Restore an earlier step, or remove "
-        "the folder to go on from the one before."
+        f"checkpoint {folder} is damaged: {how}. Remove the folder to go on from the "
+        "one before."
     )
 
 

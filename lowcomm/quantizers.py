@@ -98,10 +98,12 @@ def quantize(
     def encode(x, keys, agreed=None):
         x = x.astype(jnp.float32)
         width = min(block or x.size, x.size)
+        # XLA's CPU backend loses a NaN in the maximum of 4096 entries or more.
+        size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
         # Padding with zeros raises no maximum of magnitudes.
-        rows = jnp.pad(jnp.abs(x), (0, -x.size % width)).reshape(-1, width)
+        rows = jnp.pad(size, (0, -x.size % width)).reshape(-1, width)
         scales = jnp.max(rows, axis=1)
-        # Only the divisor is guarded: a NaN scale must travel.
+        # Only the divisor is guarded: an infinite scale must travel.
         divisor = per_element(jnp.where(scales == 0, 1, scales), x.size)
         # The clip is idle where division is correctly rounded; not all devices' is.
         u = jnp.clip(x / divisor * top, -top, top)

@@ -119,7 +119,8 @@ def _outermost(state: Any, *, enclosed: bool) -> list[RoundsState]:
     if found and enclosed:
         raise ValueError(
             "something follows or encloses rounds, and what it does to the updates is "
-            "unknown: put clips and schedules before it or inside its inner optimizer, "
-            "or use optax.apply_updates."
+            "unknown, so that the parameters would leave the anchor: put clips, "
+            "schedules, learning rates, MultiSteps and guards inside its inner "
+            "optimizer."
         )
     return found

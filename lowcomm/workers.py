@@ -7,6 +7,7 @@ three, so a checkpoint of one is a checkpoint of the others.
 
 from __future__ import annotations
 
+import collections
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -73,6 +74,13 @@ def spread(
         raise ValueError("backend 'shard_map' needs mesh=, for instance worker_mesh().")
     if backend == "pmap" and len(names(axis)) > 1:
         raise ValueError(f"pmap has one axis, not {axis}: use a mesh of these axes.")
+    if backend in ("vmap", "pmap") and isinstance(mesh, Mesh):
+        others = sorted(set(mesh.axis_names) - set(names(axis)))
+        if others:
+            raise ValueError(
+                f"backend {backend!r} has no use for the axes {others} of this mesh: "
+                "leave backend out, or pass a mesh of the workers alone."
+            )
     if mesh is not None:
         check_axes(mesh, axis)
         mesh = automatic(mesh)
@@ -148,17 +156,26 @@ def _sizes(args: tuple, stacked: list, mesh, axis: Axis) -> tuple[int, ...]:
                 f"axis {name!r} is bound already: hand one worker's function to "
                 "spread, traffic or meter, not one that spread has been given."
             )
-    if any(jnp.ndim(x) == 0 for x in stacked):
-        raise ValueError(
-            "a scalar argument is declared stacked (in_axes 0): pass what all workers "
-            "share, such as step, with in_axes=None."
-        )
+    for path, x in jax.tree_util.tree_leaves_with_path(args):
+        if jnp.ndim(x) == 0 and any(x is leaf for leaf in stacked):
+            raise ValueError(
+                f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])} is a scalar "
+                "and declared stacked (in_axes 0): pass what all workers share, such "
+                "as step, with in_axes=None. A state must be stacked as well: make it "
+                "with lowcomm.init(tx, params)."
+            )
     counts = sorted({jnp.shape(x)[0] for x in stacked})
     if len(counts) > 1:
-        found = [
-            f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}: {jnp.shape(x)[0]}"
+        usual = collections.Counter(jnp.shape(x)[0] for x in stacked)
+        leaves = [
+            (path, jnp.shape(x)[0])
             for path, x in jax.tree_util.tree_leaves_with_path(args)
             if any(x is leaf for leaf in stacked)
+        ]
+        leaves.sort(key=lambda leaf: usual[leaf[1]])  # the odd ones first
+        found = [
+            f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}: {size}"
+            for path, size in leaves
         ]
         raise ValueError(
             f"the stacked arguments have leading sizes {counts}, and each must be the "

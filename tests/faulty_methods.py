@@ -197,3 +197,19 @@ def own_axis(grads, state, step):
 
 ring_of_four = lambda inner: lc.dpsgd(inner, lc.ring(4))
 selfish = lambda inner: lc.average(inner, when=SELFISH)
+
+
+@exchange
+def deaf_to_others(grads, state, step):
+    return jax.tree.map(lambda g: g + 0 * lax.pmean(g, lc.AXIS), grads), state
+
+
+@exchange
+def half_listening(grads, state, step):
+    return jax.tree.map(lambda g: (g + lax.pmean(g, lc.AXIS)) / 2, grads), state
+
+
+@exchange
+def matrices_only(grads, state, step):
+    hear = lambda g: vary(lax.pmean(g, lc.AXIS), lc.AXIS) if g.ndim > 1 else g
+    return jax.tree.map(hear, grads), state

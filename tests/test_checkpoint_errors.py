@@ -239,6 +239,7 @@ def test_what_a_writer_left_behind_is_never_picked_up(saved):
         file.rename(file.with_name("about.json.part"))
     (folder / "7").mkdir()
     (folder / "7" / "figure.png").write_bytes(b"the user's own")
+    saved.close()
     with Checkpoints(folder) as again:
         step, carry = again.restore(CARRY)
         assert (step, carry["n"]) == (2, 6)

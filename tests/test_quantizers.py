@@ -171,3 +171,13 @@ def test_blocks_below_one_element_are_refused_with_their_value(block):
 def test_complex_arrays_are_refused_where_they_have_no_sign(compressor):
     with pytest.raises(ValueError, match="real and imaginary"):
         compressor.encode(jnp.zeros(3, jnp.complex64), keys())
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("n", [33, 4096, 8192])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_is_seen_in_leaves_of_any_size(n, bad, stochastic):
+    # XLA's CPU backend loses a NaN in the maximum of 4096 entries or more.
+    x = jnp.ones(n).at[3].set(bad)
+    decoded = jitted(quantize(8, stochastic=stochastic))(x, keys())
+    assert not np.isfinite(decoded).any()

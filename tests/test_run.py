@@ -105,6 +105,50 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_end(
     assert last_arrays(tmp_path) == last_arrays(whole)
 
 
+def test_a_run_that_is_stopped_after_its_last_step_has_its_model_all_the_same(
+    tmp_path, monkeypatch
+):
+    models = []
+    seen = lambda settings, learned, model: models.append(np.asarray(model["x"])) or []
+    monkeypatch.setattr(program, "_samples", seen)
+    assert run("--out", tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "Watch", stopping_at(STEPS, signal.SIGTERM))
+        assert run("--out", tmp_path / "stopped") == 143
+    assert run("--out", tmp_path / "stopped", "--resume") == 0
+    np.testing.assert_array_equal(*models)
+
+
+def test_a_new_run_does_not_take_up_the_checkpoints_of_an_old_one(tmp_path, capsys):
+    assert run("--out", tmp_path) == 0
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "results.json").unlink()
+    for more in ((), ("--resume",)):
+        assert run("--out", tmp_path, *more) == 2
+        assert "holds checkpoints of another run" in " ".join(
+            capsys.readouterr().err.split()
+        )
+    # Not even where the log has been emptied.
+    (tmp_path / "log.jsonl").touch()
+    assert run("--out", tmp_path, "--learning-rate", "0.01", "--resume") == 2
+    complaint = "learning_rate was 0.05 and is 0.01"
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_damaged_checkpoint_is_an_error_with_the_remedy(
+    tmp_path, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "Watch", stopping_at(13, signal.SIGTERM))
+        assert run("--out", tmp_path) == 143
+    file = max((tmp_path / "checkpoints" / "13").rglob("d/*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run("--out", tmp_path, "--resume") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is damaged" in said
+    assert "Remove the folder" in said
+
+
 def test_a_comparison_goes_on_in_the_middle_of_its_second_method(
     tmp_path, monkeypatch, capsys
 ):

@@ -20,7 +20,7 @@ AROUND = [
 
 # A file imports only from floors below its own.
 FLOORS = [
-    {"leaves", "spmd"},
+    {"leaves", "spmd", "folders"},
     {"keys", "uniform", "topology", "rows", "manifest"},
     {"compressors", "triggers", "stored"},
     {"parts"},

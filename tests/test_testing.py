@@ -45,7 +45,14 @@ BUGS = {
         "any number of workers",
         "as a second",
     ),
-    "a leader": (faulty.following, "learns", "13.* % of the gap is left"),
+    "a leader": (faulty.following, "learns", "% of the gap is left"),
+    "nobody listens": (faulty.deaf_to_others, "learns", "19.9 % of the gap is left"),
+    "half an ear": (faulty.half_listening, "learns", "% of the gap is left"),
+    "vectors forgotten": (
+        faulty.matrices_only,
+        "learns",
+        "workers' vectors are as far",
+    ),
 }
 
 

@@ -220,7 +220,8 @@ def _judged(law: Law, subject: Any, claimed: bool) -> Verdict:
         except NotApplicable as reason:
             skipped.append(str(reason))
         except Exception as problem:  # whatever it is, the law does not hold
-            why = f"{clause}: {_first_line(problem)}"
+            # What keeps it from running at all has nothing to do with a question.
+            why = f"{clause}: " * (law.name != "runs") + _first_line(problem)
             if law.optional and not claimed:
                 return Verdict(law.name, "lacks it", f"and need not have it; {why}")
             if _counts_workers(problem) and not getattr(subject, "counted", True):

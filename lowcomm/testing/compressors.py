@@ -210,8 +210,8 @@ def it_is_right_on_average(c: Packed):
         raise Broken(f"{x[i]:.4g} is {decoded[:, i].mean():.4g} on average")
 
 
-@ALARM.clause(value=[np.nan, np.inf])
-def what_is_not_finite_is_not_hidden(c: Packed, value: float):
-    """An array that holds nothing else."""
-    if np.isfinite(wide(c.back(jnp.full(33, value), c.keys()))).all():
+@ALARM.clause(value=[np.nan, np.inf], size=[33, 4096])
+def what_is_not_finite_is_not_hidden(c: Packed, value: float, size: int):
+    """An array that holds nothing else, small or large."""
+    if np.isfinite(wide(c.back(jnp.full(size, value), c.keys()))).all():
         raise Broken(f"an array of {value} is decoded as finite numbers")
