@@ -1,11 +1,12 @@
 # make demo: compare ten methods on real data.  make test: the whole suite.
 # make notebooks: run the notebooks again, from their sources.
+# make smoke: a part of the suite on newer versions of JAX, where there is a Python for them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint notebooks clean
+.PHONY: demo test lint smoke notebooks clean
 
 demo: $(READY)
 	$(BIN)/python -m experiments.compare --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -17,6 +18,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+
+smoke:
+	.ci/smoke
 
 notebooks: $(READY)
 	$(BIN)/python notebooks/build.py
@@ -36,4 +40,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-jax*
