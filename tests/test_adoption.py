@@ -85,6 +85,8 @@ def test_a_flax_train_state(mesh):
         state = step(state, X[t], Y[t])
         path.append(jax.tree.map(np.array, state.params))
     close(path, reference(mesh=mesh))
+    model = lc.spread(lc.consensus, mesh=mesh)(state.opt_state, state.params)
+    close(jax.tree.map(np.asarray, model), path[-1])
     assert state.step.tolist() == [STEPS] * K
     assert step._cache_size() == 1
 
@@ -117,6 +119,16 @@ def test_an_nnx_optimizer_that_passes_the_step(mesh):
         path.append({name: np.asarray(state[0][name][...]) for name in START})
     close(path, reference(mesh=mesh))
     assert step._cache_size() == 1
+
+    def agreed(state):
+        model, optimizer = nnx.merge(graph, state)
+        own = nnx.state(model, nnx.Param)
+        nnx.update(model, lc.consensus(nnx.pure(optimizer.opt_state), own))
+        return nnx.state(model)
+
+    # The last step was a sync: DiLoCo's anchor is what the workers hold.
+    found = lc.spread(agreed, mesh=mesh)(state)
+    close({name: np.asarray(found[name][...]) for name in START}, path[-1])
 
 
 @pytest.mark.parametrize("tx", [TX, lc.selsync(optax.sgd(0.05), threshold=0.1)])
