@@ -123,7 +123,7 @@ def test_an_nnx_optimizer_that_passes_the_step(mesh):
     def agreed(state):
         model, optimizer = nnx.merge(graph, state)
         own = nnx.state(model, nnx.Param)
-        nnx.update(model, lc.consensus(nnx.pure(optimizer.opt_state), own))
+        nnx.update(model, lc.consensus(nnx.as_pure(optimizer.opt_state), own))
         return nnx.state(model)
 
     # The last step was a sync: DiLoCo's anchor is what the workers hold.
