@@ -11,6 +11,7 @@ import pytest
 
 from experiments import compare, run as program
 from experiments.catalogue import CATALOGUE
+from experiments.stopping import stop_requests
 from lowcomm import spread
 from lowcomm.checkpoint import Checkpoints
 
@@ -71,6 +72,22 @@ def test_the_table_shows_loss_bytes_syncs_and_pace(tmp_path, capsys):
     # One matrix of 16 x 8 float32 at each of ten syncs.
     assert "payload 5.1 kB  syncs 10  steps/s" in last[-1]
     assert "training loss" in last[-1]
+
+
+@pytest.fixture(autouse=True)
+def signals_are_heard():
+    """Also where the tests run in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop_requests() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.signal == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def stopping_at(step, number):
