@@ -172,7 +172,7 @@ def table(results: Mapping[str, Any]) -> Table:
     drawn.add_column("method", style="bold", no_wrap=True)
     metrics = [
         metric
-        for metric in ("loss", "accuracy", "distance")
+        for metric in ("loss", "perplexity", "accuracy", "distance")
         if all(metric in method for method in results["methods"].values())
     ]
     for column in (*metrics, "syncs", "payload", "fewer", "time", "steps/s"):
@@ -278,7 +278,7 @@ def _spread(metric: str, values: Sequence[float]) -> str:
     mean, half = np.mean(values), np.ptp(values) / 2
     if metric == "accuracy":
         mean, half = 100 * mean, 100 * half
-    form = ".1f" if metric == "accuracy" else ".3f" if abs(mean) >= 1e-3 else ".0e"
+    form = ".1f" if metric in ("accuracy", "perplexity") else ".3f" if abs(mean) >= 1e-3 else ".0e"
     return f"{mean:{form}} ± {half:{form}}" if len(values) > 1 else f"{mean:{form}}"
 
 
