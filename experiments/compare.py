@@ -278,7 +278,8 @@ def _spread(metric: str, values: Sequence[float]) -> str:
     mean, half = np.mean(values), np.ptp(values) / 2
     if metric == "accuracy":
         mean, half = 100 * mean, 100 * half
-    form = ".1f" if metric in ("accuracy", "perplexity") else ".3f" if abs(mean) >= 1e-3 else ".0e"
+    coarse = metric in ("accuracy", "perplexity")
+    form = ".1f" if coarse else ".3f" if abs(mean) >= 1e-3 else ".0e"
     return f"{mean:{form}} ± {half:{form}}" if len(values) > 1 else f"{mean:{form}}"
 
 
