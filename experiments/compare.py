@@ -9,6 +9,7 @@ checkpoints of the method at work, from which ``--resume`` goes on.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if len(failed) < len(names):
                 figure, _ = plots.figure(results, run.path / "comparison")
             records.finish(run, results)
+            with contextlib.suppress(OSError):  # of a run whose checkpoints are gone
+                (run.path / records.CHECKPOINTS).rmdir()
     except (ValueError, OSError, RuntimeError) as problem:
         errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
         return 2
