@@ -1,7 +1,7 @@
 """Build notebooks from their sources: run every cell, keep only what a reader sees.
 
     python notebooks/build.py                      # all of them, beside their sources
-    python notebooks/build.py notebooks/01_tour.py --into /tmp/x
+    python notebooks/build.py notebooks/01_tour.py --into built
 
 The source is a script in jupytext's percent format. What would differ at the next
 build for no reason (times, random names of cells, versions) is left out. A notebook
