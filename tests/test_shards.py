@@ -14,7 +14,6 @@ from lowcomm.spmd import place
 
 K, S = 2, 4  # workers, devices of each
 SPECS = {"b": None, "s": P(), "w": P(None, "fsdp")}
-RNG = np.random.default_rng(0)
 
 
 def made(how):
@@ -28,7 +27,8 @@ MESH = made("Mesh")
 
 
 def draw(*shape):
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    rng = np.random.default_rng(shape)  # the same in whatever order tests are run
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
 START = {"b": draw(16), "s": draw(), "w": draw(8, 16)}
@@ -90,8 +90,10 @@ def test_each_shard_is_exchanged_by_itself(name):
     tree = place({"w": w}, MESH, specs={"w": P(None, "fsdp")})
     got = jax.jit(lc.spread(worker, mesh=MESH))(tree)
     # Two workers' sums have one order. QR and fused products round otherwise on
-    # another program: a few operations on values of order one, three steps.
-    np.testing.assert_allclose(got, by_hand(exchange, w, 3), atol=64 * 2**-24)
+    # another program: some dozens of roundings of what was said in three steps, w, 2 w
+    # and 3 w.
+    scale = 6 * float(jnp.abs(w).max())
+    np.testing.assert_allclose(got, by_hand(exchange, w, 3), atol=64 * 2**-24 * scale)
 
 
 def test_shards_of_equal_content_are_rounded_by_numbers_of_their_own():
