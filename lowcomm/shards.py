@@ -34,6 +34,7 @@ from .spmd import (
     Axis,
     automatic,
     free_axes,
+    is_bound,
     leaf_specs,
     names,
     on_shards,
@@ -221,7 +222,7 @@ def _within(
     keeps = lambda spec: bool(kind) and isinstance(spec, str)
 
     def local(*args):
-        with of_shard(_shard_number(kind, there)) if kind else nullcontext():
+        with of_shard(_shard_number(kind)) if kind else nullcontext():
             return shard(*args)
 
     def shard(*args):
@@ -242,9 +243,10 @@ def _present(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a, size in free_axes(axes).items() if size is not None)
 
 
-def _shard_number(kind: str, there: tuple[str, ...]) -> Any:
+def _shard_number(kind: str) -> Any:
     """Another one for every shard, and for leaves divided over other axes."""
-    return worker_index(there) + zlib.crc32(kind.encode()) % 2**24
+    bound = tuple(filter(is_bound, kind.split(",")))  # by whoever made them manual
+    return worker_index(bound) + zlib.crc32(kind.encode()) % 2**24
 
 
 def _check_kept(kept: PyTree, kind: str) -> None:

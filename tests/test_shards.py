@@ -69,7 +69,7 @@ def by_hand(exchange, w, steps):
 
     each = []
     for i, part in enumerate(jnp.split(w, S, axis=-1)):
-        with of_shard(shards._shard_number("fsdp", ()) + i):
+        with of_shard(shards._shard_number("fsdp") + i):
             each.append(lc.spread(worker)({"w": part}))
     return jnp.concatenate(each, axis=-1)
 
@@ -103,6 +103,23 @@ def test_shards_of_equal_content_are_rounded_by_numbers_of_their_own():
     call = jax.jit(lc.spread(worker, mesh=MESH))
     rounded = np.asarray(call(place(same, MESH, specs=P("fsdp"))))[0].reshape(S, 16)
     assert len({row.tobytes() for row in rounded}) == S
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_where_all_axes_are_manual_already_it_is_the_same_exchange(check):
+    tx = lc.per_shard(lc.compressed_mean(int8), P(None, "fsdp"), axes="fsdp")
+    worker = lambda g: tx.update(g, tx.init(g), step=0)[0]
+    w = place(draw(K, 8, 16), MESH, specs=P(None, "fsdp"))
+    spec = P("workers", None, "fsdp")
+    by_hand = jax.shard_map(
+        lambda g: lc.spmd.vary(worker(g[0])[None], ("workers", "fsdp")),
+        mesh=MESH,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=check,
+    )
+    expected = jax.jit(lc.spread(worker, mesh=MESH))(w)
+    np.testing.assert_array_equal(jax.jit(by_hand)(w), expected)
 
 
 def compiled(tx, mesh=MESH):
