@@ -47,7 +47,8 @@ def skip_nonfinite(
     stops at a loss that is not finite unless ``check_finite=False``.
 
     Raises:
-        ValueError: at trace, a verb inside, or an exchange along other axes.
+        ValueError: in ``init``, a verb inside; at trace, an exchange along other axes
+            than those that vote.
 
     Example:
         >>> tx = skip_nonfinite(optax.sgd(1.0))
