@@ -42,6 +42,7 @@ from .settings import (
     learning_rate,
     task,
     transformation,
+    tuned,
 )
 from .stopping import Kept, Request, Stopped, stop_requests
 from .task import Task
@@ -210,7 +211,7 @@ def _failures(results: Mapping[str, Any]) -> dict[str, str]:
 def _checked(settings: Settings) -> tuple[list[str], Where]:
     """The methods and the place, after refusing what cannot run; touches no data."""
     names = (
-        list(CATALOGUE)
+        tuned(settings)
         if settings.algorithms == "all"
         else [name.strip() for name in settings.algorithms.split(",")]
     )

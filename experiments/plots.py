@@ -29,7 +29,7 @@ COLOURS = (
 BASELINE, BASELINE_COLOUR = "data_parallel", "#222222"
 INK, FAINT = "#333333", "#E4E4E4"
 
-_STYLE: Any = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",  # shipped with matplotlib: the same on any machine
     "font.size": 9.5,
     "text.color": INK,
@@ -68,7 +68,7 @@ def figure(results: Mapping[str, Any], path: Path | str) -> tuple[Path, Path]:
     if not results["methods"]:
         raise ValueError("there is nothing to draw: results hold no method")
     curves = _curves(results["methods"])
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         drawn = _draw(curves, results)
         stem = Path(path)
         stem = stem.with_suffix("") if stem.suffix in {".png", ".svg"} else stem

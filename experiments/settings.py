@@ -15,6 +15,7 @@ from lowcomm.network import parse_latency
 
 from . import language
 from .catalogue import CATALOGUE
+from .contracts import Method
 from .measure import Where
 from .names import lookup
 from .splits import find_split
@@ -154,6 +155,16 @@ def inner_name(settings: Common) -> str:
     return "adamw" if settings.task in language.CORPORA else "sgd"
 
 
+def tuned(settings: Common) -> list[str]:
+    """The methods with a rate for this inner optimizer: all, where one is given."""
+    rates = [(name, _tuned(m, inner_name(settings))) for name, m in CATALOGUE.items()]
+    return [n for n, rate in rates if rate or settings.learning_rate is not None]
+
+
+def _tuned(method: Method, inner: str) -> float | None:
+    return {"sgd": method.learning_rate, "adamw": method.adamw_rate}.get(inner)
+
+
 def learning_rate(settings: Common, name: str) -> float:
     """The rate asked for, or the one the method was tuned to.
 
@@ -161,11 +172,13 @@ def learning_rate(settings: Common, name: str) -> float:
     """
     if settings.learning_rate is not None:
         return settings.learning_rate
-    method, inner = CATALOGUE[name], inner_name(settings)
-    tuned = {"sgd": method.learning_rate, "adamw": method.adamw_rate}
-    if inner not in tuned:
-        raise ValueError(f"no rate was tuned for {inner}: give --learning-rate")
-    return tuned[inner]
+    inner = inner_name(settings)
+    rate = _tuned(CATALOGUE[name], inner)
+    if rate is None:
+        raise ValueError(
+            f"no rate was tuned for {name} around {inner}: give --learning-rate"
+        )
+    return rate
 
 
 def transformation(settings: Common, name: str) -> Any:

@@ -3,7 +3,8 @@
 A *split* is a function ``(labels, workers, rng) -> int[workers, m]``: row *k* lists the
 positions of worker *k*'s examples. Every worker has the same number of them,
 ``m = n // workers``, so that all take equally many steps; the ``n % workers`` that are
-left over are drawn at random and given to nobody. No example belongs to two workers.
+left over are drawn at random and given to nobody. No example belongs to two workers,
+but for ``whole``, where every example belongs to all of them.
 
 A *stream* turns the rows into batches. Every epoch each worker shuffles its own row and
 takes ``m // batch_size`` batches from it, none of them twice; the ``m % batch_size``
@@ -84,12 +85,29 @@ def dirichlet(alpha: float) -> Split:
     return split
 
 
+def whole(labels: np.ndarray, workers: int, rng: np.random.Generator) -> np.ndarray:
+    """Every worker has all the data, in an order of its own: SelSync's SelDP.
+
+    Row *k* is the rows of ``iid`` one after the other, beginning with number *k*: in an
+    epoch the workers are never at the same place. (A ``stream`` shuffles each row by
+    itself.) The ``n % workers`` that are left over are nobody's here, too.
+
+    References:
+        Tyagi and Swany, `Accelerating Distributed ML Training via Selective
+        Synchronization <https://arxiv.org/abs/2307.07950>`_, 2023.
+    """
+    pieces = iid(labels, workers, rng)
+    return np.stack([np.roll(pieces, -k, axis=0).ravel() for k in range(workers)])
+
+
 def find_split(name: str, *, alpha: float = 0.5) -> Split:
-    """The split of that name: ``iid``, ``sorted`` or ``dirichlet`` (with ``alpha``).
+    """The split of that name: ``iid``, ``sorted``, ``whole`` or ``dirichlet``.
+
+    ``alpha`` is that of ``dirichlet``.
 
     Raises ``ValueError`` with the nearest names for any other.
     """
-    table = {"iid": lambda: iid, "sorted": lambda: by_label}
+    table = {"iid": lambda: iid, "sorted": lambda: by_label, "whole": lambda: whole}
     return lookup(table | {"dirichlet": lambda: dirichlet(alpha)}, name, "split")()
 
 

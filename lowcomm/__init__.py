@@ -16,11 +16,14 @@ from .selections import random_k as random_k, top_k as top_k
 from .quantizers import quantize as quantize, sign as sign
 from .topology import (
     Graph as Graph,
+    clusters as clusters,
     complete as complete,
     exponential as exponential,
     from_matrix as from_matrix,
+    lazy as lazy,
     mixing_matrix as mixing_matrix,
     one_peer_exponential as one_peer_exponential,
+    random_matchings as random_matchings,
     ring as ring,
     spectral_gap as spectral_gap,
 )
@@ -32,7 +35,13 @@ from .exchange import (
     mean as mean,
     weighted_mean as weighted_mean,
 )
-from .overlap import delayed as delayed, overlapped as overlapped
+from .overlap import (
+    delayed as delayed,
+    overlapped as overlapped,
+    stale_anchor as stale_anchor,
+)
+from .leaders import leader as leader, toward as toward
+from .penalty import penalized_mean as penalized_mean, roll_back as roll_back
 from .feedback import (
     compressed_mean as compressed_mean,
     difference_feedback as difference_feedback,
@@ -49,15 +58,45 @@ from .triggers import (
     change_exceeds as change_exceeds,
     drift_exceeds as drift_exceeds,
     every as every,
+    reaches as reaches,
 )
+from .schedules import (
+    at_steps as at_steps,
+    before as before,
+    growing as growing,
+    quadratic_period as quadratic_period,
+)
+from .phases import after as after, occasional as occasional
 
 # The verbs
 from .sync import average as average, self_clocked as self_clocked
 from .anchor import rounds as rounds
+from .links import proximal as proximal, random_pull as random_pull
+from .moments import averaged_moments as averaged_moments
 from .readout import apply_updates as apply_updates, consensus as consensus
 
 from .guard import skip_nonfinite as skip_nonfinite
-from .statistics import track as track, with_statistics as with_statistics
+from .statistics import (
+    recompute_statistics as recompute_statistics,
+    track as track,
+    with_statistics as with_statistics,
+)
+
+from .preconditioner import (
+    hessian_diagonal as hessian_diagonal,
+    hessian_products as hessian_products,
+    mean_of_squares as mean_of_squares,
+    shared_scaling as shared_scaling,
+    square_of_mean as square_of_mean,
+)
+from .norm_test import (
+    corrected as corrected,
+    global_test as global_test,
+    local_test as local_test,
+    norm_test as norm_test,
+    per_sample_test as per_sample_test,
+    sample_variances as sample_variances,
+)
 
 # Published methods
 from .algorithms.gradients import (
@@ -67,20 +106,55 @@ from .algorithms.gradients import (
     top_k_sgd as top_k_sgd,
 )
 from .algorithms.local import (
-    diloco as diloco,
+    des_loc as des_loc,
     local_sgd as local_sgd,
+    output_average as output_average,
     post_local_sgd as post_local_sgd,
+    swap as swap,
+    two_level_local_sgd as two_level_local_sgd,
+)
+from .algorithms.outer import (
+    diloco as diloco,
+    muloco as muloco,
+    palsgd as palsgd,
     slow_momentum as slow_momentum,
     slowmo as slowmo,
 )
-from .algorithms.adaptive import selsync as selsync
-from .algorithms.gossip import dpsgd as dpsgd
+from .algorithms.streaming import streaming_diloco as streaming_diloco
+from .algorithms.single import gpa as gpa, snoo as snoo
+from .algorithms.adaptive import (
+    adaptive_batch as adaptive_batch,
+    savic as savic,
+    selsync as selsync,
+    selsync_gradients as selsync_gradients,
+)
+from .algorithms.gossip import dpsgd as dpsgd, noloco as noloco
+from .algorithms.layerwise import edit as edit
+from .algorithms.slots import (
+    dreamddp as dreamddp,
+    partial_local_sgd as partial_local_sgd,
+)
+from .algorithms.population import leader_sgd as leader_sgd, pso_ps as pso_ps
+from .algorithms.overlap import (
+    cocod_sgd as cocod_sgd,
+    layered_sgd as layered_sgd,
+    od_sgd as od_sgd,
+    oldsgd as oldsgd,
+    overlap_local_sgd as overlap_local_sgd,
+)
+from .algorithms.server import prlc as prlc
+from .pulls import (
+    listed_pulls as listed_pulls,
+    random_pulls as random_pulls,
+    staggered_pulls as staggered_pulls,
+)
 
 # Training
 from .steps import (
     Sent as Sent,
     counted_step as counted_step,
     local_step as local_step,
+    microbatched as microbatched,
 )
 from .train import Run as Run, fit as fit
 
@@ -89,6 +163,7 @@ from .ledger import Traffic as Traffic, traffic as traffic
 from .hlo import compiled_traffic as compiled_traffic
 from .meter import meter as meter
 from .network import Link as Link, seconds as seconds
+from .loading import flat_seconds as flat_seconds, layered_seconds as layered_seconds
 
 # The laws, for a method of your own
 from . import testing as testing

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from .spmd import (
     tracks_variance,
     vary,
     varying_axes,
+    worker_index,
 )
 from .topology import Graph, Round, mixing_matrix
 
@@ -108,7 +109,7 @@ def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
     The gradient of a parameter that is declared replicated is, under shard_map's
     check, the *sum* of the workers' gradients, and typed as equal everywhere.
     """
-    if not tracks_variance(axis):
+    if not names(axis) or not tracks_variance(axis):
         return
     reduced = lambda tree: any(
         not varying_axes(x) & set(names(axis))
@@ -128,6 +129,32 @@ def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
 def reduce_mean(x: jax.Array, axis: Axis) -> jax.Array:
     """The mean of ``x`` over the workers, summed and returned precisely."""
     return vary(lax.pmean(precise(x), names(axis)), axis)
+
+
+def reduce_sum(x: jax.Array, axis: Axis) -> jax.Array:
+    """The sum of ``x`` over the workers, summed and returned precisely."""
+    return vary(lax.psum(precise(x), names(axis)), axis)
+
+
+def gather(x: jax.Array, axis: Axis) -> jax.Array:
+    """``[K, …]``: what each worker holds, in the order of the workers.
+
+    Along several axes by one gather after the other: vmap knows no other way.
+    """
+    shape = jnp.shape(x)
+    for name in reversed(names(axis)):
+        x = lax.all_gather(x, name)
+    return vary(jnp.reshape(x, (-1, *shape)), axis)
+
+
+def from_worker(tree: PyTree, index: Any, axis: Axis) -> PyTree:
+    """The leaves that worker number ``index`` holds, exactly, on every worker.
+
+    A sum in which the others' are zero: who it is may be known only at run time.
+    """
+    own = worker_index(axis) == index
+    only = lambda x: reduce_sum(jnp.where(own, x, jnp.zeros_like(x)), axis)
+    return map_exchanged(lambda x: only(x).astype(x.dtype), tree)
 
 
 def mean(axis: Axis = AXIS) -> Exchange:

@@ -9,19 +9,128 @@ momentum buffers, iterate averages. A step ``count`` is reset only together with
 moments it belongs to, those in the same NamedTuple (Adam's bias correction), so that
 learning-rate schedules and injected hyperparameters go on. Counts are never averaged,
 and gradients that ``optax.MultiSteps`` is still accumulating are no moments.
+
+``averaged_moments`` gives moments schedules of their own, whatever the parameters do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from . import uniform
+from .exchange import mean
 from .leaves import PyTree, takes_part
+from .parts import expect
+from .spmd import AXIS, Axis, vary
+from .triggers import Trigger, clock
 
 POLICIES = ("keep", "average", "reset")
+
+
+class AveragedMomentsState(NamedTuple):
+    """State of ``averaged_moments``."""
+
+    optimizer: Any
+    moment_triggers: tuple  # one for each field, in the order of the names
+    moment_ages: tuple[jax.Array, ...]  # int32, steps since each was averaged
+
+
+def averaged_moments(
+    inner: optax.GradientTransformation,
+    when: Mapping[str, int | Trigger],
+    *,
+    axis: Axis = AXIS,
+) -> optax.GradientTransformationExtraArgs:
+    r"""An optimizer whose moments are averaged now and then, each on its own clock.
+
+    .. math::
+        \text{after the inner update, if the trigger of } m \text{ fires:} \quad
+        m_i \leftarrow \tfrac1K \sum_j m_j
+
+    ``when`` maps the name of a field of the inner state, such as ``"mu"`` and
+    ``"nu"`` of Adam or ``"trace"`` of momentum, to a period or a trigger. Fields of
+    one name are averaged wherever they are. Sends the field's size, in float32 or
+    wider, on the steps that fire. Integers, such as step counts, are never averaged.
+
+    Raises:
+        ValueError: in ``init``, a name that no field with floating-point arrays has;
+            at trace, no ``step``.
+
+    Example:
+        Two workers with gradients 1 and 3; the momentum is averaged every second step.
+
+        >>> from lowcomm import spread
+        >>> tx = averaged_moments(optax.sgd(1.0, momentum=0.5), {"trace": 2})
+        >>> def worker(g):
+        ...     state, seen = tx.init(g), []
+        ...     for t in range(3):
+        ...         _, state = tx.update(g, state, g, step=t)
+        ...         seen.append(optax.tree.get(state, "trace"))
+        ...     return jnp.stack(seen)
+        >>> print(spread(worker)(jnp.array([1.0, 3.0])))
+        [[1.  3.  2.5]
+         [3.  3.  4.5]]
+    """
+    expect(optax.GradientTransformation, inner=inner)
+    inner = optax.with_extra_args_support(inner)
+    clocks = {name: clock(when[name]) for name in sorted(when)}
+    expect(Trigger, **clocks)
+
+    def together(chosen, since):
+        means, _ = mean(axis).update(chosen, (), about="parameters")
+        return means, jnp.zeros_like(since)
+
+    def init(params):
+        optimizer = inner.init(params)
+        there = _fields(optimizer)
+        for name in clocks:
+            if name not in there:
+                raise ValueError(
+                    f"no field {name!r} with floating-point arrays is in the state of "
+                    "the inner optimizer; there are "
+                    f"{', '.join(sorted(there)) or 'none'}."
+                )
+        state = AveragedMomentsState(
+            optimizer,
+            tuple(trigger.init(params) for trigger in clocks.values()),
+            tuple(jnp.zeros((), jnp.int32) for _ in clocks),
+        )
+        return vary(state, axis)
+
+    def update(updates, state, params=None, *, step=None, **extra):
+        moves, optimizer = inner.update(
+            updates, state.optimizer, params, step=step, **extra
+        )
+        optimizer = vary(optimizer, axis)
+        triggers, ages = [], []
+        parts = zip(
+            clocks.items(), state.moment_triggers, state.moment_ages, strict=True
+        )
+        for (name, trigger), trigger_state, age in parts:
+            fire, trigger_state = trigger.fire(
+                trigger_state,
+                step=step,
+                since=age + 1,
+                drift=None,
+                grads=updates,
+                axis=axis,
+                **extra,
+            )
+            chosen, put_back = _chosen(optimizer, name)
+            chosen, age = uniform.cond(
+                fire, together, lambda *same: same, chosen, age + 1, axis=axis
+            )
+            optimizer = put_back(chosen)
+            triggers.append(trigger_state)
+            ages.append(age)
+        return moves, AveragedMomentsState(optimizer, tuple(triggers), tuple(ages))
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def realign(
@@ -97,3 +206,26 @@ def _with_counts(marks: Any, params: Any) -> Any:
 def _is_state(x: Any) -> bool:
     is_named = isinstance(x, tuple) and hasattr(x, "_asdict")
     return is_named and not isinstance(x, optax.MaskedNode)
+
+
+def _chosen(state: Any, name: str) -> tuple[list, Callable[[list], Any]]:
+    """The arrays of the fields of one name, and how others take their places."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    own = [name in _names(path) and takes_part(x) for path, x in leaves]
+
+    def put_back(chosen):
+        new, parts = iter(chosen), zip(leaves, own, strict=True)
+        return treedef.unflatten([next(new) if mine else x for (_, x), mine in parts])
+
+    return [x for (_, x), mine in zip(leaves, own, strict=True) if mine], put_back
+
+
+def _names(path: tuple) -> set[str]:
+    """The fields on the way to a leaf of a state."""
+    return {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
+
+
+def _fields(state: Any) -> set[str]:
+    """The fields of a state that hold floating-point arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {name for path, x in leaves if takes_part(x) for name in _names(path)}

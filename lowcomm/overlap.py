@@ -2,8 +2,9 @@ r"""Exchanges that have time to arrive, so that computation hides them.
 
     delayed(x)      last step's result of x                     for gradients
     overlapped(x)   own value + last sync's correction by x     for parameters
+    stale_anchor    part of the way to last sync's mean         for parameters
 
-Neither result depends on what is computed while the exchange is on its way.
+No result depends on what is computed while the exchange is on its way.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from .exchange import Exchange
+from .exchange import Exchange, mean
 from .leaves import (
     PyTree,
     add,
     check_same_leaves,
     map_exchanged,
     map_leaves,
+    precise,
     subtract,
     takes_part,
     zeros,
 )
 from .parts import expect
+from .spmd import AXIS, Axis
 
 
 class DelayedState(NamedTuple):
@@ -39,6 +43,14 @@ class OverlappedState(NamedTuple):
 
     correction: PyTree  # what the next call adds
     overlapped: Any
+
+
+class StaleAnchorState(NamedTuple):
+    """State of ``stale_anchor``."""
+
+    launched: PyTree  # the anchor that left at the last call, z
+    before: PyTree  # the one that left before it; nothing without momentum
+    stale_anchor: Any
 
 
 def delayed(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
@@ -135,5 +147,99 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
             lambda new, old: subtract(new, old) if takes_part(new) else None, heard, out
         )
         return out, OverlappedState(correction, inner)
+
+    return Exchange(init, update)
+
+
+def stale_anchor(
+    pull: float,
+    momentum: float = 0.0,
+    *,
+    exchange: optax.GradientTransformationExtraArgs | None = None,
+    axis: Axis = AXIS,
+) -> Exchange:
+    r"""Go part of the way to the mean that left at the previous sync.
+
+    .. math::
+        x_i \leftarrow (1 - \alpha)\, x_i + \alpha z, \qquad
+        z \leftarrow \tfrac1K \sum_j x_j + \beta\, (z - z_\text{prev})
+
+    ``α`` is ``pull``, ``β`` is ``momentum``. The new ``z`` is not needed before the
+    next sync, so it may travel during the local steps in between; all workers hold the
+    same. Sends what ``exchange`` sends, ``mean(axis)`` unless given, and keeps two
+    precise trees, or one without momentum. The next anchor leaves after the pull: of
+    local steps that all go the same way a share ``(1 − α)/(1 − αβ)`` is progress, and
+    with a pull of 1 none.
+
+    Raises:
+        ValueError: pull outside [0, 1], momentum outside [0, 1); at trace, gradients
+            or displacements.
+
+    Example:
+        The first pull is to the common start, here 0, the second to the mean of then.
+
+        >>> from lowcomm import spread
+        >>> tx = stale_anchor(0.5)
+        >>> def worker(x):
+        ...     first, state = tx.update(x, tx.init(0 * x), about="parameters")
+        ...     second, _ = tx.update(first, state, about="parameters")
+        ...     return first, second
+        >>> spread(worker)(jnp.array([2.0, 6.0]))
+        (Array([1., 3.], dtype=float32), Array([1.5, 2.5], dtype=float32))
+
+    References:
+        Wang, Liang and Joshi, `Overlap Local-SGD: An Algorithmic Approach to Hide
+        Communication Delays in Distributed SGD <https://arxiv.org/abs/2002.09539>`_,
+        2020.
+    """
+    if not 0 <= pull <= 1:
+        raise ValueError(
+            f"pull {pull} is outside [0, 1]; 0 never pulls and the paper's is 0.6."
+        )
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum {momentum} is outside [0, 1); 0 is none.")
+    expect(optax.GradientTransformation, exchange=exchange)
+    exchange = mean(axis) if exchange is None else exchange
+
+    def init(params):
+        # Copies, each in a buffer of its own: params and state may be donated.
+        copy = lambda x: jnp.array(precise(jnp.asarray(x))) if takes_part(x) else None
+        copies = lambda: jax.tree.map(copy, params)
+        before = copies() if momentum else ()
+        return StaleAnchorState(copies(), before, exchange.init(copies()))
+
+    def update(updates, state, params=None, *, about="gradients", **extra):
+        if about != "parameters":
+            raise ValueError(
+                f"stale_anchor exchanges parameters, not {about}: hand it to average; "
+                "for gradients use delayed(exchange), in rounds use delay= and pull=."
+            )
+        check_same_leaves("stale_anchor", state.launched, updates)
+
+        def toward(x, z):
+            # In this form workers that sit on the anchor stay there exactly.
+            there = z if pull == 1 else precise(x) + pull * subtract(z, x)
+            return there.astype(x.dtype)
+
+        out = map_exchanged(toward, updates, state.launched)
+        launched, inner = exchange.update(
+            map_exchanged(precise, out),
+            state.stale_anchor,
+            params,
+            about=about,
+            **extra,
+        )
+        launched = map_leaves(
+            lambda z, new: new.astype(z.dtype), state.launched, launched
+        )
+        if momentum:
+            launched = map_leaves(
+                lambda new, z, before: new + momentum * (z - before),
+                launched,
+                state.launched,
+                state.before,
+            )
+        before = state.launched if momentum else ()
+        return out, StaleAnchorState(launched, before, inner)
 
     return Exchange(init, update)

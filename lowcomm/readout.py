@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .anchor import RoundsState
 from .exchange import mean
 from .leaves import PyTree, is_inexact, map_leaves
 from .spmd import AXIS, Axis
@@ -89,12 +88,20 @@ def consensus(state: Any, params: PyTree, *, axis: Axis = AXIS) -> PyTree:
     return map_leaves(lambda p, a, m: m if a is None else a, params, anchors, means)
 
 
-def _outermost(state: Any, *, enclosed: bool) -> list[RoundsState]:
+def _is_anchored(state: Any) -> bool:
+    """Whether a state is that of ``rounds``, or of a method with a model of its own."""
+    return {"anchor", "synced"} <= set(getattr(state, "_fields", ()))
+
+
+def _outermost(state: Any, *, enclosed: bool) -> list[Any]:
     """The states of ``rounds`` that no other ``rounds`` encloses.
+
+    Any state with the fields ``anchor``, the model all workers agree on, and
+    ``synced``, whether the parameters are that model now, counts as one.
 
     With ``enclosed`` only wrappers that hand updates on unchanged may be around them.
     """
-    if isinstance(state, RoundsState):
+    if _is_anchored(state):
         return [state]
     if isinstance(state, AverageState):
         return []  # it mixes what any rounds inside has agreed on
@@ -111,11 +118,7 @@ def _outermost(state: Any, *, enclosed: bool) -> list[RoundsState]:
     if isinstance(state, optax.PartitionState):
         parts = state.inner_states.values()
         return [s for part in parts for s in _outermost(part, enclosed=enclosed)]
-    found = [
-        s
-        for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, RoundsState))
-        if isinstance(s, RoundsState)
-    ]
+    found = [s for s in jax.tree.leaves(state, is_leaf=_is_anchored) if _is_anchored(s)]
     if found and enclosed:
         raise ValueError(
             "something follows or encloses rounds, and what it does to the updates is "

@@ -6,6 +6,7 @@ program for each kind of step, and says what every step sent.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .leaves import PyTree, is_inexact
+from .leaves import PyTree, is_inexact, precise
 from .ledger import Traffic, traffic
 from .meter import meter
 from .readout import apply_updates
@@ -61,11 +62,11 @@ def local_step(
 
     It maps ``(params, state, batch, step)`` to ``(params, state, metrics)``.
     ``loss(params, batch)`` is a scalar, or ``(scalar, aux)`` with ``has_aux``. ``tx``
-    is passed ``step=``, ``value=`` (the loss) and what ``extra_args(batch)`` returns,
-    such as the ``weight`` of ``weighted_mean``. ``metrics`` holds ``"loss"`` and,
-    if there is one, ``"aux"``, of this worker. Parameters are marked as this worker's
-    own before differentiating: the gradient of a parameter that is declared
-    replicated is the sum over the workers.
+    is passed ``step=``, ``value=`` (the loss), ``aux=`` if there is one, and what
+    ``extra_args(batch)`` returns, such as the ``weight`` of ``weighted_mean``.
+    ``metrics`` holds ``"loss"`` and, if there is one, ``"aux"``, of this worker.
+    Parameters are marked as this worker's own before differentiating: the gradient of
+    a parameter that is declared replicated is the sum over the workers.
 
     Example:
         >>> from lowcomm import local_sgd, spread
@@ -97,12 +98,52 @@ def local_step(
         # JAX's gradient of an integer has a type that no arithmetic takes.
         still = lambda p, g: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g
         grads = jax.tree.map(still, params, grads)
-        more = {} if extra_args is None else extra_args(batch)
+        more = {"aux": aux[0]} if aux else {}
+        more |= {} if extra_args is None else extra_args(batch)
         updates, state = tx.update(grads, state, params, step=step, value=value, **more)
         params = apply_updates(params, updates, state)
         return params, state, {"loss": value} | ({"aux": aux[0]} if aux else {})
 
     return worker
+
+
+def microbatched(loss: Loss, *, has_aux: bool = False) -> Loss:
+    r"""The mean of ``loss`` over a leading axis of micro-batches, one at a time.
+
+    .. math:: L(x, B) = \tfrac1n \sum_{j=1}^n \ell(x, B_j)
+
+    Its batch has leaves ``[n, …]``, micro-batch by micro-batch. The gradient is the
+    mean of their gradients, summed in float32 for half-precision parameters; where
+    micro-batches are equally large it is that of the whole batch. It takes the memory
+    of one micro-batch, and computes the loss twice. With ``has_aux`` what the loss
+    returns besides comes stacked, ``[n, …]``.
+
+    Example:
+        >>> loss = lambda x, c: jnp.mean((x - c) ** 2) / 2
+        >>> batch = jnp.arange(8.0)
+        >>> print(jax.grad(loss)(10.0, batch))
+        6.5
+        >>> print(jax.grad(microbatched(loss))(10.0, batch.reshape(4, 2)))
+        6.5
+    """
+
+    def mean_loss(params, batches):
+        # Gradients are summed in the type of what the scan closes over.
+        params = jax.tree.map(jnp.asarray, params)
+        wide = jax.tree.map(lambda p: precise(p) if is_inexact(p) else p, params)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def one(batch):
+            narrow = lambda p, w: w.astype(p.dtype) if is_inexact(p) else p
+            return loss(jax.tree.map(narrow, params, wide), batch)
+
+        _, found = jax.lax.scan(lambda _, batch: ((), one(batch)), (), batches)
+        if has_aux:
+            values, aux = found
+            return jnp.mean(values, axis=0), aux
+        return jnp.mean(found, axis=0)
+
+    return mean_loss
 
 
 def counted_step(

@@ -14,6 +14,7 @@ own value, with that weight. Directed graphs without these sums need push-sum.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ def ring(size: int) -> Graph:
     Two workers are each other's only neighbour: they hear it once, with weight 1/2. One
     worker hears itself. A round sends 2 messages per worker (1 of two, 0 of one). The
     smallest eigenvalue is negative; where positive ones are required (delayed mixing),
-    average the matrix with the identity: see :func:`from_matrix`.
+    take :func:`lazy` of it.
 
     Example:
         >>> print(mixing_matrix(ring(4)).round(2))
@@ -111,6 +112,49 @@ def one_peer_exponential(size: int) -> Graph:
     return Graph("one_peer_exponential", size, rounds or (_equal_shifts(size, [0]),))
 
 
+def clusters(sizes: Sequence[int]) -> Graph:
+    """Each worker averages its cluster: the first ``sizes[0]`` workers, the next, ….
+
+    The mean of all workers stays, whatever the sizes. At least as many messages per
+    worker as its cluster has other members, and a few more where sizes differ.
+
+    Example:
+        >>> print(mixing_matrix(clusters([1, 3])) @ np.array([8.0, 0.0, 3.0, 6.0]))
+        [8. 3. 3. 3.]
+    """
+    labels = np.repeat(range(len(sizes)), [_size("clusters", n) for n in sizes])
+    together = labels[:, None] == labels
+    return from_matrix(together / together.sum(1), name="clusters")
+
+
+def random_matchings(size: int, *, rounds: int, seed: int = 0) -> Graph:
+    """Each worker averages itself and one other, drawn at random for each round.
+
+    ``rounds`` perfect matchings, drawn independently and uniformly; of an odd number
+    of workers one idles. One message per worker and round. Each round is a branch of
+    the program: some tens of rounds, which repeat, are enough.
+
+    Example:
+        >>> graph = random_matchings(5, rounds=2, seed=1)
+        >>> for weights in graph.rounds:
+        ...     print([p for _, p in weights][-1])
+        (4, 2, 1, 3, 0)
+        (3, 4, 2, 0, 1)
+    """
+    keep = tuple(range(_size("random_matchings", size)))
+    if rounds < 1:
+        raise ValueError(f"random_matchings(rounds={rounds!r}): needs at least 1.")
+    draw = np.random.default_rng(seed)
+
+    def matching() -> Round:
+        order, partner = draw.permutation(size).tolist(), list(keep)
+        for i, j in zip(order[::2], order[1::2], strict=False):
+            partner[i], partner[j] = j, i
+        return (0.5, keep), (0.5, tuple(partner))
+
+    return Graph("random_matchings", size, tuple(matching() for _ in range(rounds)))
+
+
 def from_matrix(matrix: np.ndarray, *, name: str = "matrix") -> Graph:
     """The graph of a doubly stochastic matrix, ``matrix[i, j]`` = how i hears j.
 
@@ -125,14 +169,11 @@ def from_matrix(matrix: np.ndarray, *, name: str = "matrix") -> Graph:
     stochastic, with the offending row or column.
 
     Example:
-        The lazy ring, ``(W + I) / 2``, has no negative eigenvalue.
+        Two workers that trust each other little, and a third that is alone.
 
-        >>> lazy = (mixing_matrix(ring(8)) + np.eye(8)) / 2
-        >>> for graph in (ring(8), from_matrix(lazy, name="lazy ring")):
-        ...     eigenvalues = np.linalg.eigvalsh(mixing_matrix(graph))
-        ...     print(graph.name, len(graph.rounds[0]), eigenvalues.min().round(3))
-        ring 3 -0.333
-        lazy ring 3 0.333
+        >>> matrix = np.array([[0.75, 0.25, 0], [0.25, 0.75, 0], [0, 0, 1]])
+        >>> print(*from_matrix(matrix).rounds[0])
+        (0.75, (0, 1, 2)) (0.25, (1, 0, 2))
 
     References:
         Garrett Birkhoff, Tres observaciones sobre el álgebra lineal, 1946. Fanny
@@ -150,6 +191,27 @@ def from_matrix(matrix: np.ndarray, *, name: str = "matrix") -> Graph:
     total = math.fsum(weight for weight, _ in pairs)
     round_ = tuple((weight / total, p) for weight, p in pairs)
     return Graph(name, len(rest), (round_,))
+
+
+def lazy(graph: Graph) -> Graph:
+    """Each worker keeps half of its own value and mixes the rest: ``(W + I) / 2``.
+
+    As many messages as ``graph``. A symmetric ``W`` has no negative eigenvalue then.
+
+    Example:
+        >>> for graph in (ring(8), lazy(ring(8))):
+        ...     eigenvalues = np.linalg.eigvalsh(mixing_matrix(graph))
+        ...     print(graph.name, eigenvalues.min().round(3))
+        ring -0.333
+        lazy ring 0.333
+    """
+    own = tuple(range(graph.size))
+
+    def half(part: Round) -> Round:
+        kept = 0.5 + sum(weight / 2 for weight, p in part if p == own)
+        return ((kept, own), *((weight / 2, p) for weight, p in part if p != own))
+
+    return Graph(f"lazy {graph.name}", graph.size, tuple(map(half, graph.rounds)))
 
 
 def mixing_matrix(graph: Graph, step: int = 0) -> np.ndarray:

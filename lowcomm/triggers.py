@@ -51,6 +51,14 @@ class ChangeState(NamedTuple):
     seen: jax.Array  # int32, how many norms there are
 
 
+class ReachedState(NamedTuple):
+    """State of ``reaches``."""
+
+    last: jax.Array  # [window] float32, this worker's last measures, newest first
+    seen: jax.Array  # int32, how many there are
+    reached: jax.Array  # bool
+
+
 def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
     r"""After every ``period``-th step, and at each of the first ``warmup`` steps.
 
@@ -88,6 +96,11 @@ def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
         return uniform.decide(due, step), state
 
     return Trigger(lambda params: (), fire, gap=1 if warmup > 0 else period)
+
+
+def clock(period: int | Trigger) -> Trigger:
+    """The trigger a ``period`` stands for: ``every(period)`` of a number of steps."""
+    return period if isinstance(period, Trigger) else every(period)
 
 
 def drift_exceeds(threshold: float) -> Trigger:
@@ -212,6 +225,53 @@ def change_exceeds(
         after = ChangeState(norms, smoothed, seen)
         state = jax.tree.map(lambda a, b: jnp.where(bad, b, a), after, state)
         return _either(warm, wants), vary(state, axis)
+
+    return Trigger(init, fire)
+
+
+def reaches(level: float, *, measure: Callable[..., Any], window: int = 1) -> Trigger:
+    r"""From the step on at which a measure reaches a level, and ever after.
+
+    .. math:: \frac{1}{KW} \sum_i \sum_{k<W} m_i(t-k) \ge \text{level}
+
+    ``measure(**extra)`` makes one scalar of what ``update`` is passed by name, such as
+    ``lambda value, **_: -value`` (the loss falls to −level) or, of the ``aux`` of
+    ``local_step``, ``lambda aux, **_: aux["accuracy"]``. ``W`` is ``window``, in
+    steps; before it is full nothing fires. Sends 4 bytes a step.
+
+    Raises:
+        ValueError: a level that is NaN, window < 1.
+
+    Example:
+        >>> from lowcomm import spread
+        >>> when = reaches(0.5, measure=lambda accuracy, **_: accuracy)
+        >>> def worker(accuracies):
+        ...     state, fires = when.init(None), []
+        ...     for accuracy in accuracies:
+        ...         fired, state = when.fire(state, accuracy=accuracy)
+        ...         fires.append(fired)
+        ...     return jnp.array(fires)
+        >>> print(spread(worker)(jnp.array([[0.1, 0.2, 0.4], [0.2, 0.8, 0.4]]))[0])
+        [False  True  True]
+    """
+    if not level == level:
+        raise ValueError("reaches(nan): nothing does.")
+    if window < 1:
+        raise ValueError(f"window {window} is below 1 step.")
+
+    def init(params):
+        seen = jnp.zeros((), jnp.int32)
+        return ReachedState(jnp.zeros(window, jnp.float32), seen, jnp.zeros((), bool))
+
+    def fire(state, *, axis: Axis = AXIS, **extra):
+        new = jnp.asarray(measure(**extra), jnp.float32)
+        last = jnp.roll(state.last, 1).at[0].set(new)
+        seen = jnp.minimum(state.seen + 1, window)
+        score = jnp.where(seen == window, jnp.mean(last), -jnp.inf)
+        # What was reached once stays reached: infinity is carried by the same mean.
+        score = lax.pmean(jnp.where(state.reached, jnp.inf, score), names(axis))
+        fires = ~(score < level)
+        return fires, vary(ReachedState(last, seen, fires), axis)
 
     return Trigger(init, fire)
 

@@ -123,6 +123,22 @@ def decide(ask: Callable[[Any], Any], step: Any) -> Any:
     return ask(step)
 
 
+def choose(ask: Callable[[Any], Any], step: Any) -> Any:
+    """``ask(step)``, a small integer: Python's where the step is known, else int32.
+
+    For ``switch``. ``ask`` is arithmetic that works on Python integers and on arrays
+    alike. One program serves all steps for which the number is the same.
+    """
+    clock = _recall(step)
+    if clock is not None:
+        lag, answer = clock.lag, int(ask(clock.host))
+        clock.asked.append(Question(lambda t: int(ask(t - lag)) == answer, True))
+        return answer
+    if isinstance(step, int | np.integer):
+        return int(ask(int(step)))
+    return jnp.asarray(ask(step), jnp.int32)
+
+
 @contextlib.contextmanager
 def earlier(step: Any, steps: int) -> Iterator[Any]:
     """Within, the step ``steps`` ago, known to the host if ``step`` is."""

@@ -13,6 +13,9 @@ from lowcomm.testing.problems import (
     BACKENDS as BACKENDS,
     Carry as Carry,
     begin as begin,
+    mesh_of as mesh_of,
+    place_of as place_of,
+    sizes_of as sizes_of,
     squares as squares,
     start as start,
     stepper as stepper,
@@ -53,6 +56,8 @@ def subject(name: str, **more: Any) -> Subject:
         exact=declared.exact,
         smooth=declared.smooth,
         bitwise=declared.bitwise,
+        kinds=declared.kinds,
+        axis=declared.axis,
         syncs={"every step": 1, "period": PERIOD}.get(declared.syncs, declared.syncs),
     )
 

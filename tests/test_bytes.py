@@ -13,13 +13,17 @@ import optax
 import pytest
 
 import lowcomm as lc
-from experiments.catalogue import CATALOGUE, Sent, Setting
+from experiments.catalogue import CATALOGUE
+from experiments.contracts import Sent, Setting
 from tests.problems import (
     PERIOD,
     STEPS,
     K,
     begin,
+    mesh_of,
     method,
+    place_of,
+    sizes_of,
     squares,
     start,
     stepper,
@@ -38,33 +42,46 @@ def read(name: str, t=None, workers: int = K) -> lc.Traffic:
     """The traffic of one worker's step, at a known or an unknown step."""
     tx = method(name, workers=workers)
     params, target = jax.tree.map(lambda x: x[0], (lc.stack(start(), K), targets()))
-    worker = lc.local_step(squares, tx)
+    worker = lc.local_step(squares, tx, axis=CATALOGUE[name].axis)
     step = np.int32(0) if t is None else t
-    return lc.traffic(worker, params, tx.init(params), target, step, workers=workers)
+    axis = CATALOGUE[name].axis
+    sizes = list(sizes_of(workers, axis).values())
+    args = params, jax.eval_shape(tx.init, params), target, step
+    return lc.traffic(worker, *args, workers=sizes, axis=axis)
 
 
 def fires(name: str) -> np.ndarray:
     """On which of the steps the method talks, as its verb's state has it."""
     if CATALOGUE[name].syncs == "every step":
         return np.full(STEPS, True)
-    tx, carry, talked = method(name), begin(method(name)), []
-    step = jax.jit(stepper(tx))
+    where = {"axis": CATALOGUE[name].axis}
+    tx, carry, talked = method(name), begin(method(name), **where), []
+    step = jax.jit(stepper(tx, **where))
     for t in range(STEPS):
         carry = step(carry, targets(), jnp.int32(t))
         talked.append(bool((optax.tree.get(carry.state, "since") == 0).all()))
     return np.array(talked)
 
 
+def expected(name: str) -> np.ndarray:
+    """The bytes of each step."""
+    sent = formula(name)
+    if sent.at is not None:
+        return np.array([sent.at(t) for t in range(STEPS)])
+    return sent.always + sent.sync * fires(name)
+
+
 @every_method
 def test_the_jaxpr_sends_what_the_formula_says(name):
-    assert read(name).bytes_max == sum(formula(name))
+    assert read(name).bytes_max == formula(name).most
 
 
 @every_method
 def test_the_compiled_program_sends_what_the_jaxpr_says(name):
-    tx, mesh = method(name), lc.worker_mesh(K)
-    carry = begin(tx, backend="shard_map")
-    step = jax.jit(stepper(tx, backend="shard_map"))
+    axis, tx = CATALOGUE[name].axis, method(name)
+    where = {"backend": "shard_map", "axis": axis}
+    mesh, carry = mesh_of(K, axis), begin(tx, **where)
+    step = jax.jit(stepper(tx, **where))
     compiled = step.lower(carry, targets(), jnp.int32(0)).compile()
     sent = lc.compiled_traffic(compiled, mesh=mesh)
     assert sent.census() == read(name).merged().widened().census()
@@ -73,7 +90,7 @@ def test_the_compiled_program_sends_what_the_jaxpr_says(name):
 @every_method
 @pytest.mark.parametrize("backend", ["vmap", "shard_map"])
 def test_a_run_sends_what_the_formula_says(name, backend):
-    mesh = None if backend == "vmap" else lc.worker_mesh(K)
+    axis, sent = CATALOGUE[name].axis, formula(name)
     run = lc.fit(
         squares,
         method(name),
@@ -81,9 +98,13 @@ def test_a_run_sends_what_the_formula_says(name, backend):
         lambda t: targets(),
         steps=STEPS,
         workers=K,
-        mesh=mesh,
+        axis=axis,
+        **place_of(backend, K, axis),
     )
-    talks, sent = fires(name), formula(name)
+    if sent.at is not None:
+        assert run.payload.tolist() == expected(name).tolist()
+        return
+    talks = fires(name)
     rest = run.payload - sent.sync * talks
     assert set(rest[~talks]) <= {sent.always}
     # fit knows the step: where the clock alone decides to talk, nobody is asked.
@@ -113,8 +134,8 @@ def test_a_known_warmup_asks_nobody():
 
 @every_method
 def test_a_metered_scan_counts_what_happened(name):
-    tx = method(name)
-    worker = lc.local_step(squares, tx)
+    axis, tx = CATALOGUE[name].axis, method(name)
+    worker = lc.local_step(squares, tx, axis=axis)
 
     def whole(params, target):
         def body(carry, t):
@@ -123,12 +144,14 @@ def test_a_metered_scan_counts_what_happened(name):
         carry = params, tx.init(params)
         return jax.lax.scan(body, carry, jnp.arange(STEPS))[0]
 
-    metered = jax.jit(lc.spread(lc.meter(whole)))
+    place = place_of("vmap", K, axis)
+    metered = jax.jit(lc.spread(lc.meter(whole), axis=axis, **place))
     _, counts = metered(lc.stack(start(), K), targets())
     params, target = jax.tree.map(lambda x: x[0], (lc.stack(start(), K), targets()))
-    sent = lc.traffic(whole, params, target, workers=K)
-    expected = STEPS * formula(name).always + fires(name).sum() * formula(name).sync
-    assert [sent.bytes(c) for c in np.asarray(counts)] == [expected] * K
+    sizes = list(sizes_of(K, axis).values())
+    sent = lc.traffic(whole, params, target, workers=sizes, axis=axis)
+    total = int(expected(name).sum())
+    assert [sent.bytes(c) for c in np.asarray(counts)] == [total] * K
 
 
 @every_method
@@ -137,7 +160,12 @@ def test_one_worker_sends_nothing(name):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, m in CATALOGUE.items() if m.syncs == "period"]
+    "name",
+    [
+        n
+        for n, m in CATALOGUE.items()
+        if m.syncs == "period" and formula(n).at is None and m.axis == lc.AXIS
+    ],
 )
 def test_between_syncs_the_program_holds_no_collective(name):
     silent, syncs = read(name, PERIOD), read(name, PERIOD - 1)
@@ -188,7 +216,8 @@ def test_state_is_no_more_than_declared(name):
 @every_method
 def test_half_precision_is_counted_as_it_travels_and_integers_not_at_all(name):
     params = start(jnp.bfloat16) | {"n": jnp.arange(7), "f": jnp.array(True)}
-    tx = method(name)
-    update = lambda p, t: tx.update(p, tx.init(p), p, step=t)
-    sent = lc.traffic(update, params, np.int32(0), workers=K)
-    assert sent.bytes_max == sum(CATALOGUE[name].sent(params, SETTING))
+    tx, axis = method(name), CATALOGUE[name].axis
+    update = lambda p, t: tx.update(p, tx.init(p), p, step=t, value=jnp.float32(1))
+    sizes = list(sizes_of(K, axis).values())
+    sent = lc.traffic(update, params, np.int32(0), workers=sizes, axis=axis)
+    assert sent.bytes_max == CATALOGUE[name].sent(params, SETTING).most

@@ -32,7 +32,8 @@ def train(method, folder):
 
     import lowcomm as lc
     from experiments import plots, run
-    from experiments.catalogue import CATALOGUE, Method
+    from experiments.catalogue import CATALOGUE
+    from experiments.contracts import Method
 
     def delayed(inner, setting):
         # Sent at every fifth step, adopted three later.

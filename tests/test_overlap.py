@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax import lax
 
+import lowcomm
 from lowcomm import top_k
 from lowcomm.anchor import rounds
 from lowcomm.exchange import gossip, mean
@@ -18,6 +19,7 @@ from lowcomm.sync import average
 from lowcomm.topology import (
     complete,
     from_matrix,
+    lazy,
     mixing_matrix,
     one_peer_exponential,
     ring,
@@ -29,11 +31,6 @@ K = 4
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 on_both = pytest.mark.parametrize("backend", ["vmap", "mesh"])
-
-
-def lazy(graph):
-    """The graph of (W + I) / 2, which has no negative eigenvalue."""
-    return from_matrix((mixing_matrix(graph) + np.eye(graph.size)) / 2)
 
 
 # Weights of 1/2 and 1/4, so that small integers stay exactly representable.
@@ -69,8 +66,7 @@ def trajectory(tx, x, gradient, steps, *, targets=None, mesh=None):
 
 
 def oldsgd(graph, period, rate=0.5):
-    exchange = overlapped(gossip(graph))
-    return average(optax.sgd(rate), exchange=exchange, when=every(period))
+    return lowcomm.oldsgd(optax.sgd(rate), graph, period=period)
 
 
 def pull(x, target):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from lowcomm import (
+    apply_updates,
     data_parallel,
     every,
     local_sgd,
@@ -105,6 +106,13 @@ def test_the_slow_buffer_is_the_same_on_all_workers():
     _, state = train(slow(SCHEDULE, momentum=0.6))
     for leaf in jax.tree.leaves((state.outer, state.anchor)):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
+def test_right_after_a_boundary_the_model_is_the_anchor_bit_for_bit():
+    path, state = train(slow(SCHEDULE, momentum=0.6), apply=apply_updates)
+    for t in range(STEPS):
+        at_anchor = (path[:, t] == state.anchor[:, t]).all()
+        assert at_anchor == ((t + 1) % PERIOD == 0)
 
 
 def test_slow_momentum_takes_the_mean_rate_of_its_round():

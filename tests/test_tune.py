@@ -44,9 +44,10 @@ def test_a_rate_that_diverges_is_never_chosen():
 @pytest.mark.parametrize("task", ["mnist-mixer", "stdlib-lm"])
 def test_the_rates_of_the_catalogue_are_those_of_the_recorded_grid(task):
     found = json.loads((tune.FOLDER / f"tuning-{task}.json").read_text())["methods"]
-    assert found.keys() == CATALOGUE.keys()
-    for name, method in CATALOGUE.items():
-        chosen = method.learning_rate if task == "mnist-mixer" else method.adamw_rate
+    rate = lambda m: m.learning_rate if task == "mnist-mixer" else m.adamw_rate
+    assert set(found) == {n for n, m in CATALOGUE.items() if rate(m) is not None}
+    for name in found:
+        chosen = rate(CATALOGUE[name])
         assert found[name]["learning_rate"] == chosen
         means = {rate: np.mean(x) for rate, x in found[name]["losses"].items()}
         assert min(means, key=means.__getitem__) == f"{chosen:g}"

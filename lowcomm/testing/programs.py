@@ -91,7 +91,7 @@ def tracing_it_again_gives_the_same_program(s: Subject):
 def fit_compiles_one_program_for_each_kind_of_step(s: Subject):
     """With known steps ``fit`` goes the same way, by a program a kind."""
     made, path = s.fitted()
-    kinds = 1 if s.syncs == 1 else 2
+    kinds = 1 if s.syncs == 1 else s.kinds
     if s.strict and s.syncs is not None and len(made.programs) != kinds:
         raise Broken(f"fit compiled {len(made.programs)} programs and not {kinds}")
     return s.follows(path, s.path(), bits=s.exact or 0)

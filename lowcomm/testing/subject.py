@@ -83,6 +83,7 @@ class Subject:
         smooth: whether a rounding stays a rounding (false for signs and selections).
         bitwise: whether all workers hold the same bits right after a sync.
         syncs: after every so many steps all workers agree; or "measured"; or unknown.
+        kinds: of steps, where not all are of one kind; a program each.
         axis: the name it talks along, or several.
         extra_args: of ``local_step``.
     """
@@ -97,6 +98,7 @@ class Subject:
     smooth: bool | None = None
     bitwise: bool = False
     syncs: int | str | None = None
+    kinds: int = 2
     axis: Axis = AXIS
     extra_args: Callable[[PyTree], dict] | None = None
     memory: dict = field(default_factory=dict)

@@ -300,10 +300,13 @@ def after_a_sync_all_workers_hold_the_same_model(s: Subject, backend: str):
     else:
         path, steps = s.path(backend), list(s.talks)
     for t in steps:
-        for where, x in jax.tree_util.tree_leaves_with_path(path[t].params):
+        before = jax.tree.leaves((path[t - 1] if t else s.first(backend)).params)
+        here = jax.tree_util.tree_leaves_with_path(path[t].params)
+        for (where, x), x0 in zip(here, before, strict=True):
             # Parameter and update may miss the model by a rounding of the larger.
-            larger = x if isinstance(s.syncs, int) else np.float32(s.scale)
-            ulp = np.spacing(np.abs(larger).max())
+            larger = np.maximum(abs(x), abs(np.asarray(x0)))
+            larger = larger if isinstance(s.syncs, int) else np.float32(s.scale)
+            ulp = np.spacing(np.max(larger))
             gap = float(np.ptp(x, axis=0).max())
             if not gap <= (0 if s.bitwise else 2 * ulp):
                 name = jax.tree_util.keystr(where)

@@ -1,0 +1,1 @@
+"""The entries of the catalogue, family by family as in ``lowcomm.algorithms``."""

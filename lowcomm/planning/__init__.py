@@ -1,0 +1,1 @@
+"""What to run where: schedules and limits, in plain Python, from measured times."""
