@@ -42,8 +42,8 @@ class Common:
     batch_size: int | None = None
     """Examples a worker takes in a step; default: 8 windows of text, or 32."""
     split: str = "iid"
-    """How examples go to workers: iid, sorted (by label, or by source of the text) or
-    dirichlet."""
+    """How examples go to workers: iid, whole (all to everybody), sorted (by label, or
+    by source of the text) or dirichlet."""
     alpha: float = 0.5
     """Concentration of the dirichlet split; small is uneven."""
     heterogeneity: float = 1.0

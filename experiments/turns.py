@@ -28,9 +28,10 @@ def edit(params: Any, s: Setting) -> Sent:
     judged = whole + 4 * len(layers)
 
     def at(t: int) -> int:
+        syncs = (t + 1) % s.period == 0
         if t < warm:
-            return whole * (2 if t == warm - 1 else 1)
-        return judged if (t + 1) % s.period == 0 else 0
+            return whole * (2 if syncs or t == warm - 1 else 1)
+        return judged if syncs else 0
 
     return Sent(0, judged + whole * (warm > 0), at)
 

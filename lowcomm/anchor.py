@@ -32,7 +32,7 @@ from .leaves import (
 )
 from .moments import realign
 from .parts import expect
-from .spmd import AXIS, Axis, vary
+from .spmd import AXIS, Axis, vary, vary_with
 from .sync import Talking, Transformation, enter, leave, propose
 from .triggers import Trigger, every
 
@@ -144,7 +144,8 @@ def rounds(
             jnp.zeros((), jnp.int32),
             jnp.zeros((), bool),
         )
-        return vary(state, axis)
+        # One worker of rounds, without an axis, may stand among others on a mesh.
+        return vary_with(state, params, axis=axis)
 
     def update(updates, state, params=None, *, step=None, **extra):
         whole, grads, params = enter(updates, params, step, axis)
@@ -244,8 +245,8 @@ def rounds(
 def _check_rounds(pull: float, delay: int, when: Trigger) -> None:
     if not 0 <= pull <= 1:
         raise ValueError(f"pull {pull} is outside [0, 1]; 1 adopts the anchor.")
-    if delay < 0:
-        raise ValueError(f"delay {delay} is negative.")
+    if delay < 0 or delay != int(delay):
+        raise ValueError(f"delay {delay} must be a whole number of steps, 0 or more.")
     if delay > 0 and when.gap is None:
         raise ValueError(
             f"delay {delay} needs a trigger that the step alone decides, such as "

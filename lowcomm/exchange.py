@@ -141,10 +141,10 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
 
     Along several axes by one gather after the other: vmap knows no other way.
     """
-    shape = jnp.shape(x)
+    shape = (axis_size(axis), *jnp.shape(x))
     for name in reversed(names(axis)):
         x = lax.all_gather(x, name)
-    return vary(jnp.reshape(x, (-1, *shape)), axis)
+    return vary(jnp.reshape(x, shape), axis)
 
 
 def from_worker(tree: PyTree, index: Any, axis: Axis) -> PyTree:

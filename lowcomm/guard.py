@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .anchor import RoundsState
 from .exchange import decided_by
 from .leaves import PyTree, is_inexact, map_leaves
-from .parts import expect
+from .parts import expect, holds, is_verb
 from .spmd import Axis, vary
-from .sync import AverageState, SelfClockedState
+from .sync import SelfClockedState
 from .triggers import any_worker
 
 
@@ -61,12 +60,10 @@ def skip_nonfinite(
     """
     expect(optax.GradientTransformation, tx=tx)
     tx = optax.with_extra_args_support(tx)
-    verbs = AverageState | RoundsState | SelfClockedState
 
     def init(params):
         guarded = tx.init(params)
-        is_verb = lambda s: isinstance(s, verbs)
-        if any(map(is_verb, jax.tree.leaves(guarded, is_leaf=is_verb))):
+        if holds(guarded, lambda s: is_verb(s) or isinstance(s, SelfClockedState)):
             raise ValueError(
                 "skip_nonfinite around a whole verb, or self_clocked, would skip the "
                 "sync with the step: put it around the inner optimizer, as in "

@@ -67,7 +67,7 @@ def toward(exchange: optax.GradientTransformation, fraction: float) -> Exchange:
     a leader, stays exactly where it is. Sends what ``exchange`` sends.
 
     Raises:
-        ValueError: a fraction outside [0, 1].
+        ValueError: a fraction outside [0, 1]; at trace, displacements.
 
     Example:
         >>> from lowcomm import mean, spread
@@ -79,8 +79,13 @@ def toward(exchange: optax.GradientTransformation, fraction: float) -> Exchange:
     talking = optax.with_extra_args_support(exchange)
     check_fraction("fraction", fraction)
 
-    def update(updates, state, params=None, **extra):
-        heard, state = talking.update(updates, state, params, **extra)
+    def update(updates, state, params=None, *, about="gradients", **extra):
+        if about == "displacements":
+            raise ValueError(
+                "toward leaves each worker a part of its own displacement, and anchors "
+                "that hear different things drift apart: hand it to average."
+            )
+        heard, state = talking.update(updates, state, params, about=about, **extra)
         return map_exchanged(lambda x, y: nearer(x, y, fraction), updates, heard), state
 
     return Exchange(talking.init, update)

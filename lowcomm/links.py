@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from . import uniform
 from .keys import leaf_keys
@@ -86,6 +87,9 @@ def random_pull(
     itself, as a function of (seed, step, worker). The steps before ``start`` are
     inner steps. Sends nothing.
 
+    A schedule inside ``inner`` counts the inner steps alone, about a share ``1 − p`` of
+    all: end it that much earlier than ``learning_rate``.
+
     A pull of γη/p = 1 resets the worker to the anchor, one above 2 diverges by itself:
     mind the largest rate of a schedule.
 
@@ -120,11 +124,15 @@ def random_pull(
         raise ValueError(f"strength {strength} must be 0 or more.")
     if start < 0:
         raise ValueError(f"start {start}: steps count from 0.")
-    known = isinstance(learning_rate, int | float)
-    if known and probability and learning_rate * strength > probability:
+    known: Any = learning_rate  # or not, if it is a schedule or injected
+    if callable(known) or isinstance(known, Tracer):
+        known = 0.0
+    if not known >= 0:
+        raise ValueError(f"learning_rate {learning_rate} must be 0 or more.")
+    if probability and known * strength > probability:
         raise ValueError(
             f"a pull by learning_rate · strength / probability = "
-            f"{learning_rate * strength / probability:.3g} overshoots the anchor: it "
+            f"{known * strength / probability:.3g} overshoots the anchor: it "
             "must be at most 1."
         )
     inner = optax.with_extra_args_support(inner)

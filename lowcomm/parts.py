@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from .compressors import Compressor
@@ -16,6 +18,25 @@ _EXAMPLES = {
     Trigger: "every(8)",
     optax.GradientTransformation: "optax.adam(1e-3) or mean()",
 }
+
+
+def is_anchored(state: Any) -> bool:
+    """Whether a state is that of ``rounds``, or of a method with a model of its own.
+
+    It has the fields ``anchor``, the model all workers agree on, and ``synced``,
+    whether the parameters are that model now.
+    """
+    return {"anchor", "synced"} <= set(getattr(state, "_fields", ()))
+
+
+def is_verb(state: Any) -> bool:
+    """Whether a state is of what moves parameters that an ``inner`` optimizer moved."""
+    return "inner" in getattr(state, "_fields", ())
+
+
+def holds(state: Any, is_such: Callable[[Any], bool]) -> bool:
+    """Whether there is such a state in it."""
+    return any(map(is_such, jax.tree.leaves(state, is_leaf=is_such)))
 
 
 def expect(kind: type, **parts: Any) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from . import uniform
-from .parts import expect
+from .parts import expect, holds, is_anchored, is_verb
 from .spmd import AXIS, Axis, vary
 from .triggers import Trigger
 
@@ -53,8 +53,12 @@ def after(
     at work on the steps where it fires (``reaches`` goes on firing). Sends what the
     one at work sends, and what the trigger does.
 
+    What keeps a model, such as ``rounds`` or ``stale_anchor``, is refused: at the
+    switch it would hold that of the beginning, and go back to it.
+
     Raises:
-        ValueError: a negative step; at trace, no ``step``.
+        ValueError: a negative step; in ``init``, what keeps a model; at trace, no
+            ``step``.
 
     Example:
         >>> tx = after(2, optax.sgd(1.0), optax.sgd(0.1, momentum=0.5))
@@ -69,13 +73,19 @@ def after(
     """
     expect(optax.GradientTransformation, first=first, then=then)
     if not isinstance(switch, Trigger):
-        if switch < 0:
+        if not switch >= 0:
             raise ValueError(f"after({switch}, …): steps count from 0.")
         switch = _since(switch)
     one, other = map(optax.with_extra_args_support, (first, then))
 
     def init(params):
         states = switch.init(params), one.init(params), other.init(params)
+        if holds(states, _keeps_model):
+            raise ValueError(
+                "after holds both of its transformations from the beginning, and one "
+                "of them keeps a model, which would be the first one still when it "
+                "begins: put after inside, as in rounds(after(...), after(...))."
+            )
         return vary(AfterState(*states), axis)
 
     def update(updates, state, params=None, *, step=None, **extra):
@@ -182,6 +192,11 @@ def occasional(
         return updates, OccasionalState(trigger, occasion, since)
 
     return Talking(init, update)
+
+
+def _keeps_model(state: Any) -> bool:
+    launched = "launched" in getattr(state, "_fields", ())
+    return is_verb(state) or is_anchored(state) or launched
 
 
 def _since(step: int) -> Trigger:

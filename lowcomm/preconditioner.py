@@ -74,7 +74,9 @@ def shared_scaling(
     average with decay ``b`` and Adam's correction of its bias. ``α`` is ``floor``, in
     the units of ``D``: those of gradients, for ``hessian_diagonal`` of curvatures.
     ``initial`` is ``D`` before the first refresh; with None the first estimate is
-    taken as it is. Sends ``h`` on the steps that fire: the size of the parameters.
+    taken as it is, and a run that begins within a round stands still until the next,
+    at gradients of zero. Sends ``h`` on the steps that fire: the size of the
+    parameters.
 
     Raises:
         ValueError: a floor that is not positive, a decay outside [0, 1], an initial
@@ -140,7 +142,12 @@ def shared_scaling(
             axis=axis,
         )
         root = jnp.sqrt if rule.power == 2 else jnp.abs
-        divide = lambda d, g: (precise(g) / jnp.maximum(floor, root(d))).astype(g.dtype)
+        known = (initial is not None) | (refreshes > 0)
+
+        def divide(d, g):
+            g_scaled = precise(g) / jnp.maximum(floor, root(d))
+            return jnp.where(known, g_scaled, 0).astype(g.dtype)
+
         scaled = map_leaves(divide, diagonal, _exchanged(updates))
         updates = map_leaves(lambda g, s: g if s is None else s, updates, scaled)
         return updates, ScalingState(trigger, diagonal, refreshes)

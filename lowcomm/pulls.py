@@ -85,8 +85,8 @@ def listed_pulls(table: Any) -> Pulls:
             begins again.
 
     Raises:
-        ValueError: a table of another rank or empty; at trace, another number of
-            workers.
+        ValueError: a table of another rank or empty, or of other numbers than 0 and 1;
+            at trace, another number of workers.
 
     Example:
         >>> from lowcomm import spread
@@ -96,10 +96,16 @@ def listed_pulls(table: Any) -> Pulls:
         [[1 0 0 1]
          [0 1 0 0]]
     """
-    mask = np.asarray(table, bool)
-    if mask.ndim != 2 or not mask.size:
+    given = np.asarray(table)
+    if given.ndim != 2 or not given.size:
         raise ValueError(
-            f"the table of pulls has shape {mask.shape}: give [steps, workers]."
+            f"the table of pulls has shape {given.shape}: give [steps, workers]."
+        )
+    mask = given.astype(bool)
+    if (mask != given).any():
+        raise ValueError(
+            f"the table of pulls holds {given[mask != given][0]}: give 0 or 1, whether "
+            "a worker pulls; random_pulls takes a probability."
         )
 
     def pulls(step, axis):

@@ -15,8 +15,9 @@ import optax
 
 from .exchange import mean
 from .leaves import PyTree, is_inexact, map_leaves
+from .parts import is_anchored, is_verb
 from .spmd import AXIS, Axis
-from .sync import AverageState, SelfClockedState
+from .sync import SelfClockedState
 
 
 def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
@@ -88,23 +89,16 @@ def consensus(state: Any, params: PyTree, *, axis: Axis = AXIS) -> PyTree:
     return map_leaves(lambda p, a, m: m if a is None else a, params, anchors, means)
 
 
-def _is_anchored(state: Any) -> bool:
-    """Whether a state is that of ``rounds``, or of a method with a model of its own."""
-    return {"anchor", "synced"} <= set(getattr(state, "_fields", ()))
-
-
 def _outermost(state: Any, *, enclosed: bool) -> list[Any]:
     """The states of ``rounds`` that no other ``rounds`` encloses.
 
-    Any state with the fields ``anchor``, the model all workers agree on, and
-    ``synced``, whether the parameters are that model now, counts as one.
-
+    Whatever ``is_anchored`` counts as one.
     With ``enclosed`` only wrappers that hand updates on unchanged may be around them.
     """
-    if _is_anchored(state):
+    if is_anchored(state):
         return [state]
-    if isinstance(state, AverageState):
-        return []  # it mixes what any rounds inside has agreed on
+    if is_verb(state):
+        return []  # it moves what any rounds inside has agreed on
     if isinstance(state, SelfClockedState):
         return _outermost(state.clocked, enclosed=enclosed)
     if isinstance(state, optax.MaskedState | optax.InjectStatefulHyperparamsState):
@@ -118,7 +112,8 @@ def _outermost(state: Any, *, enclosed: bool) -> list[Any]:
     if isinstance(state, optax.PartitionState):
         parts = state.inner_states.values()
         return [s for part in parts for s in _outermost(part, enclosed=enclosed)]
-    found = [s for s in jax.tree.leaves(state, is_leaf=_is_anchored) if _is_anchored(s)]
+    ends = lambda s: is_anchored(s) or is_verb(s)
+    found = list(filter(is_anchored, jax.tree.leaves(state, is_leaf=ends)))
     if found and enclosed:
         raise ValueError(
             "something follows or encloses rounds, and what it does to the updates is "

@@ -53,7 +53,7 @@ def before(step: int) -> Trigger:
         >>> [when.fire((), step=t)[0] for t in range(4)]
         [True, True, False, False]
     """
-    if step < 0:
+    if not step >= 0:
         raise ValueError(f"before({step}): steps count from 0.")
     return Trigger(lambda params: (), _clock(lambda t: (t >= 0) & (t < step)), gap=1)
 
@@ -97,8 +97,8 @@ def quadratic_period(
         number.
 
     Raises:
-        ValueError: growth that is not positive, least or steps below 1, a rate that is
-            negative, not finite, or traced.
+        ValueError: no schedule, growth that is not positive, least or steps below 1, a
+            rate that is negative, not finite, or traced.
 
     Example:
         Each of these rates for 400 steps.
@@ -113,6 +113,11 @@ def quadratic_period(
         Gu, Lyu, Arora and Huang, `A Quadratic Synchronization Rule for Distributed
         Deep Learning <https://arxiv.org/abs/2310.14423>`_, 2024.
     """
+    if not callable(learning_rate):
+        raise ValueError(
+            f"learning_rate {learning_rate} must be a schedule: at a constant rate all "
+            "rounds are equally long, every(period)."
+        )
     if not growth > 0:
         raise ValueError(f"growth {growth} must be positive, a learning rate.")
     if least < 1:

@@ -107,6 +107,12 @@ def vary(tree: PyTree, axis: Axis) -> PyTree:
     return jax.tree.map(mark, tree) if wanted else tree
 
 
+def vary_with(tree: PyTree, *others: PyTree, axis: Axis) -> PyTree:
+    """``vary`` over ``axis``, and over all that any of ``others`` varies over."""
+    over = set(names(axis)).union(*map(varying_axes, jax.tree.leaves(others)))
+    return vary(tree, tuple(sorted(over)))
+
+
 def check_uniform(x: Any, axis: Axis, what: str) -> None:
     """Raise ``NotUniform`` if JAX knows that ``x`` differs between workers."""
     differs = varying_axes(x) & set(names(axis))

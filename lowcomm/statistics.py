@@ -94,22 +94,23 @@ def recompute_statistics(
         Izmailov et al., `Averaging Weights Leads to Wider Optima and Better
         Generalization <https://arxiv.org/abs/1803.05407>`_, 2018, section 3.2.
     """
-    filled = lambda value: jax.tree.map(
-        lambda x: jnp.full_like(x, value) if is_inexact(x) else x, old
+    nothing = jax.tree.map(
+        lambda x: jnp.zeros_like(precise(x)) if is_inexact(x) else x, old
     )
 
     @jax.jit
     def seen(batch):
-        # Affine in the old ones: at 0 it is (1 − m)·s_b, at 1 it is m more.
-        zero, one = forward(filled(0), batch), forward(filled(1), batch)
-        share = lambda z, o: 1 - (precise(o) - precise(z))
-        own = lambda z, o: precise(z) / share(z, o) if is_inexact(z) else z
-        moved = [
-            jnp.all(share(z, o) > 0)
-            for z, o in zip(jax.tree.leaves(zero), jax.tree.leaves(one), strict=True)
-            if is_inexact(z)
-        ]
-        return jax.tree.map(own, zero, one), jnp.all(jnp.array(moved))
+        # Affine in the old ones: at 0 it is (1 − m)·s_b, at v it is m·v more. Where v
+        # is as large as what is added to it, no rounding of the sum hides it.
+        zero = forward(nothing, batch)
+        far = lambda z: jnp.maximum(1, jnp.abs(precise(z))) if is_inexact(z) else z
+        there = jax.tree.map(far, zero)
+        one = forward(there, batch)
+        share = lambda z, o, v: 1 - (precise(o) - precise(z)) / v
+        own = lambda z, o, v: precise(z) / share(z, o, v) if is_inexact(z) else z
+        parts = zip(*map(jax.tree.leaves, (zero, one, there)), strict=True)
+        moved = [jnp.all(share(*part) > 0) for part in parts if is_inexact(part[0])]
+        return jax.tree.map(own, zero, one, there), jnp.all(jnp.array(moved))
 
     total, count = None, 0
     for batch in batches:

@@ -67,7 +67,8 @@ def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
     Sends nothing.
 
     Raises:
-        ValueError: period < 1 or not whole, offset outside [0, period), warmup < 0.
+        ValueError: period < 1 or not whole, offset outside [0, period) or not whole,
+            warmup < 0.
 
     Example:
         >>> when = every(3, warmup=2)
@@ -76,16 +77,18 @@ def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
     """
     if isinstance(period, Tracer):
         raise ValueError(
-            "period is a traced array and must be a number known when the program is "
-            "built: inject_hyperparams takes it in static_args."
+            "period is a traced array, and must be known when the program is built: "
+            "inject_hyperparams takes it in static_args."
         )
+    if isinstance(period, Trigger):
+        raise ValueError("a period here must be a number of steps, not a trigger.")
     if not (period >= 1 and period == int(period)):
         raise ValueError(
             f"period {period} must be a whole number of steps, at least 1 (each step)."
         )
-    if not 0 <= offset < period:
-        raise ValueError(f"offset {offset} is outside [0, {period}), the period.")
-    if warmup < 0:
+    if not (0 <= offset < period and offset == int(offset)):
+        raise ValueError(f"offset {offset} is outside [0, {period}) or not whole.")
+    if not warmup >= 0:
         raise ValueError(f"warmup {warmup} is negative.")
 
     def due(t):

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .spmd import Axis, check_uniform, names, vary, varying_axes
+from .spmd import Axis, check_uniform, vary_with
 
 
 class Question(NamedTuple):
@@ -182,9 +182,8 @@ def switch(index: Any, branches: Sequence[Callable], *operands, axis: Axis) -> A
     """``lax.switch`` for branches that may talk along ``axis``; see ``cond``."""
     # A branch may leave equal what another makes differ, also over the axes of the
     # operands, and both must have one type: mark them all.
-    over = set(names(axis)).union(*map(varying_axes, jax.tree.leaves(operands)))
     marked = [
-        lambda *operands, branch=branch: vary(branch(*operands), tuple(sorted(over)))
+        lambda *args, branch=branch: vary_with(branch(*args), operands, axis=axis)
         for branch in branches
     ]
     if isinstance(index, int | np.integer):

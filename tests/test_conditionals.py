@@ -15,7 +15,7 @@ from lowcomm import (
     spread,
     uniform,
 )
-from lowcomm.spmd import AXIS, NotUniform, worker_mesh
+from lowcomm.spmd import AXIS, NotUniform, vary, worker_mesh
 
 K = 4
 BACKENDS = ("vmap", "shard_map", "pmap")
@@ -102,7 +102,7 @@ def test_a_conditional_on_a_constant_is_decided_where_it_stands(backend):
     [lambda: True, lambda: lax.axis_size(AXIS) > 2, lambda: lax.psum(1, AXIS) > 2],
 )
 def test_a_plain_conditional_on_what_all_workers_know_is_accepted(predicate, backend):
-    talk = lambda x: uniform.vary(lax.pmean(x, AXIS), AXIS)
+    talk = lambda x: vary(lax.pmean(x, AXIS), AXIS)
     worker = lambda x: lax.cond(predicate(), talk, lambda x: x, x)
     np.testing.assert_array_equal(
         spread(worker, **how(backend))(jnp.arange(4.0)), np.full(4, 1.5)
@@ -116,7 +116,7 @@ def test_a_conditional_inside_scan_and_jit_is_found_and_a_silent_one_is_not(back
         turn = jax.jit(lambda x, _: (pick(x), None))
         return lambda x: lax.scan(turn, x, length=2)[0]
 
-    talk = lambda x: uniform.vary(lax.pmean(x, AXIS), AXIS)
+    talk = lambda x: vary(lax.pmean(x, AXIS), AXIS)
     with pytest.raises(NotUniform, match="a cond that communicates"):
         spread(worker(talk), **how(backend))(jnp.arange(4.0))
     silent = spread(worker(lambda x: x + 1), **how(backend))(jnp.arange(4.0))
@@ -125,7 +125,7 @@ def test_a_conditional_inside_scan_and_jit_is_found_and_a_silent_one_is_not(back
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loop_that_talks_as_long_as_this_worker_likes_is_refused(backend):
-    talk = lambda x: uniform.vary(lax.pmean(x, AXIS), AXIS) / 2
+    talk = lambda x: vary(lax.pmean(x, AXIS), AXIS) / 2
     worker = lambda x: lax.while_loop(lambda x: x > 1, talk, x)
     with pytest.raises(NotUniform, match="a while that communicates"):
         spread(worker, **how(backend))(jnp.arange(4.0))

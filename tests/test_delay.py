@@ -82,7 +82,7 @@ def test_delays_and_pulls_that_make_no_sense_are_refused():
     inner, outer = optax.sgd(0.1), optax.sgd(1.0)
     for match, how in (
         ("delay 5 is longer than the 4 steps", {"when": every(4), "delay": 5}),
-        ("delay -1 is negative", {"delay": -1}),
+        ("delay -1 must be a whole number", {"delay": -1}),
         ("needs a trigger that the step", {"when": drift_exceeds(1.0), "delay": 1}),
         ("longer than the 1 steps", {"when": every(4, warmup=2), "delay": 2}),
         (r"pull 1.5 is outside \[0, 1\]", {"pull": 1.5}),

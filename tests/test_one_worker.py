@@ -92,6 +92,22 @@ def test_snoo_may_be_the_inner_optimizer_of_workers_that_talk():
     np.testing.assert_allclose(path[:, -1], [np.mean(alone, 0)] * 2, atol=1e-6)
 
 
+def test_workers_on_a_mesh_may_scan_rounds_of_their_own():
+    tx = snoo(optax.sgd(0.2), period=2)
+
+    def worker(c):
+        def body(carry, t):
+            x, state = carry
+            moves, state = tx.update(x - c, state, x, step=t)
+            return (x + moves, state), None
+
+        return lax.scan(body, (0 * c, tx.init(0 * c)), jnp.arange(4))[0][0]
+
+    data = np.stack([C, 2 * C])
+    on_mesh = jax.jit(lc.spread(worker, mesh=lc.worker_mesh(2)))(data)
+    np.testing.assert_allclose(on_mesh, jax.jit(jax.vmap(worker))(data), atol=1e-6)
+
+
 def test_the_model_of_one_worker_is_its_anchor():
     for tx in (snoo(optax.sgd(0.2), period=4), GPA):
         path, state = train(tx, 6)

@@ -243,6 +243,13 @@ def test_until_t_start_it_is_data_parallel_and_the_anchor_is_the_model_there(sta
     ]
 
 
+def test_until_t_start_nothing_is_compressed():
+    # All but one entry of three would be left behind at each sync.
+    exchange = lc.error_feedback(lc.top_k(1 / 3))
+    ends = [train(pulling(t_start=4, exchange=e), 4)[0] for e in (None, exchange)]
+    np.testing.assert_allclose(*ends, atol=1e-6)
+
+
 def test_pulls_send_nothing():
     tx, x = pulling(t_start=4), np.ones(3, np.float32)
     sent = lambda t: (

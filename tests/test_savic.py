@@ -83,7 +83,7 @@ def synchronous(rule, refreshes):
             mean = rule == "square of mean"
             h = g.mean(0) ** 2 if mean else (g**2).mean(0)
             square = h if square is None else BETA * square + (1 - BETA) * h
-        scaling = FLOOR if square is None else np.maximum(FLOOR, np.sqrt(square))
+        scaling = np.inf if square is None else np.maximum(FLOOR, np.sqrt(square))
         x = x - RATE * g.mean(0) / scaling
         path.append(x)
     return np.array(path)
@@ -121,7 +121,7 @@ def test_just_before_the_sync_squared_gradients_hold_the_drift(rule):
     late = shared_scaling(
         SQUARED[rule], when=every(period), floor=FLOOR, decay=BETA, initial=None
     )
-    # Nothing is known before step 14, and the floor alone would be a wild start.
+    # Nothing is known before step 14, and nobody moves.
     expected = synchronous(rule, range(period - 1, STEPS, period))
     path, _ = train(average(optax.chain(late, SGD), when=every(period)))
     error = np.abs(path.mean(0) - expected).max()
@@ -228,6 +228,21 @@ def test_other_signs_are_drawn_at_each_refresh_and_their_mean_is_the_diagonal():
     off = np.sqrt((hessian**2).sum(1) - np.diag(hessian) ** 2)
     # 60 independent draws around the diagonal with this standard deviation; four.
     assert (np.abs(found.mean(0) - np.diag(hessian)) < 4 * off / np.sqrt(STEPS)).all()
+
+
+def test_a_run_that_begins_within_a_round_waits_for_its_first_scaling():
+    # Divided by a floor under nothing its first steps would be 1/floor as long.
+    tx = shared_scaling(square_of_mean(), when=round_starts(4), floor=1e-3)
+    g = jnp.ones(N)
+    for start, first in ((3, 0.0), (4, 1.0)):
+        worker = lambda g, t=start: tx.update(g, tx.init(g), step=t)[0]
+        moves = spread(worker)(jnp.tile(g, (K, 1)))
+        np.testing.assert_array_equal(moves, np.full((K, N), first))
+    known = shared_scaling(
+        square_of_mean(), when=round_starts(4), floor=1e-3, initial=0.5
+    )
+    worker = lambda g: known.update(g, known.init(g), step=3)[0]
+    assert (spread(worker)(jnp.tile(g, (K, 1))) == 2.0).all()
 
 
 def test_curvature_is_asked_for_on_refreshing_steps_alone():

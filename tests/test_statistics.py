@@ -159,3 +159,14 @@ def test_variables_without_the_collection_are_refused_by_name():
     tx = lc.with_statistics(METHODS["diloco"], when=lc.every(2), collection="ema")
     with pytest.raises(ValueError, match=r"'ema', not \['batch_stats', 'params'\]"):
         lc.init(tx, lc.stack(START, K))
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e4, 1e8])
+@pytest.mark.parametrize("kept", [0.9, 0.99])
+def test_recomputed_statistics_are_those_of_the_batches_whatever_their_size(size, kept):
+    # What is kept of 1 would vanish in the roundings of a large statistic.
+    forward = lambda old, x: kept * old + (1 - kept) * x
+    batches = [jnp.float32(size), jnp.float32(3 * size)]
+    new = lc.recompute_statistics(forward, jnp.float32(7.0), batches)
+    # 1 − kept is known to a rounding of 1: 100 times as much relative to it.
+    np.testing.assert_allclose(new, 2 * size, rtol=400 * 2**-24)

@@ -16,6 +16,7 @@ from ..spmd import AXIS, Axis, vary
 from ..sync import Talking, Transformation, average, enter, leave, propose
 from ..topology import Graph
 from ..triggers import Trigger, clock
+from .outer import check_outer
 
 
 class NoLoCoState(NamedTuple):
@@ -114,6 +115,7 @@ def noloco(
         for Large Models <https://arxiv.org/abs/2506.10911>`_, 2025.
     """
     expect(optax.GradientTransformation, inner=inner)
+    check_outer(outer_lr=outer_lr, momentum=momentum)
     inner = optax.with_extra_args_support(inner)
     mixing, when = gossip(graph, axis=axis), clock(period)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import optax
 
-from .. import uniform
 from ..anchor import rounds
 from ..exchange import mean
 from ..penalty import penalized_mean, roll_back
@@ -13,6 +12,7 @@ from ..schedules import at_steps, before
 from ..spmd import AXIS, Axis
 from ..sync import Talking, Transformation
 from ..triggers import Trigger, any_of, clock
+from .outer import nesterov
 
 
 def edit(
@@ -37,12 +37,12 @@ def edit(
     which nothing is left returns to the anchor ``a``, and so does its momentum. ``η``
     is ``outer_lr``, ``μ`` is ``momentum``, ``period`` the steps from sync to sync,
     counted from step 0, or a trigger. The first ``warmup`` steps are synchronous: the
-    inner optimizer sees mean gradients, and after the last of them the model becomes
-    the anchor. Inner moments are kept.
+    inner optimizer sees mean gradients, and after the last of them, as at each sync
+    before, the model becomes the anchor. Inner moments are kept.
 
-    Sends the gradients at each step of the warm-up, and the parameters at its end;
-    then the parameters when the trigger fires, and 4 bytes a layer. State: rounds', one
-    outer buffer, and some numbers a layer.
+    Sends the parameters when the trigger fires and at the end of the warm-up. Sends the
+    gradients at each step of the warm-up, and 4 bytes a layer at the syncs after it.
+    State: rounds', one outer buffer, and some numbers a layer.
 
     Raises:
         ValueError: a negative warm-up, a period below 1; at trace, no ``step``.
@@ -70,28 +70,15 @@ def edit(
         Cheng et al., `EDiT: A Local-SGD-Based Efficient Distributed Training Method for
         Large Language Models <https://arxiv.org/abs/2412.07210>`_, 2025.
     """
-    if warmup < 0:
+    if not warmup >= 0:
         raise ValueError(f"warmup {warmup} is negative; 0 is none.")
     when = clock(period)
-    outer = roll_back(optax.sgd(outer_lr, momentum=momentum, nesterov=True))
+    outer = roll_back(nesterov(outer_lr, momentum))
     exchange = penalized_mean(axis) if exchange is None else exchange
     if warmup > 0:
         together = occasional(mean(axis), when=before(warmup), axis=axis)
         inner = optax.chain(together, inner)
         outer = after(warmup, optax.sgd(1.0), outer, axis=axis)
         exchange = after(warmup, mean(axis), exchange, axis=axis)
-        when = any_of(at_steps([warmup - 1]), _not_before(warmup, when))
+        when = any_of(at_steps([warmup - 1]), when)
     return rounds(inner, outer, exchange=exchange, when=when, axis=axis)
-
-
-def _not_before(start: int, when: Trigger) -> Trigger:
-    """``when``, but for the steps before number ``start``."""
-
-    def fire(state, *, step=None, axis: Axis = AXIS, **asked):
-        fires, state = when.fire(state, step=step, axis=axis, **asked)
-        late = uniform.decide(lambda t: t >= start, step)
-        if fires is False or late is False:
-            return False, state
-        return (fires if late is True else late & fires), state
-
-    return Trigger(when.init, fire, gap=when.gap)

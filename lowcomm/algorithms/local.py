@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,6 @@ class OutputState(NamedTuple):
 
     output: PyTree  # the weighted average of this worker's iterates
     total: jax.Array  # float32, the sum of the weights so far
-    averaged: Any
 
 
 def output_average(tx: Transformation, *, offset: float, axis: Axis = AXIS) -> Talking:
@@ -133,7 +133,7 @@ def output_average(tx: Transformation, *, offset: float, axis: Axis = AXIS) -> T
         ...     for t in range(2):
         ...         moves, state = tx.update(g, state, x, step=t)
         ...         x = x + moves
-        ...     return consensus((), state.output)
+        ...     return consensus((), optax.tree.get(state, "output"))
         >>> print(spread(worker)(jnp.zeros(2), jnp.array([1.0, 4.0])))  # −4 · 2.5/5
         [-2. -2.]
 
@@ -142,14 +142,12 @@ def output_average(tx: Transformation, *, offset: float, axis: Axis = AXIS) -> T
         <https://arxiv.org/abs/1805.09767>`_, 2019, Theorem 2.2.
     """
     expect(optax.GradientTransformation, tx=tx)
-    if not offset >= 0:
-        raise ValueError(f"offset {offset} must be 0 or more.")
-    tx = optax.with_extra_args_support(tx)
+    if not 0 <= offset < math.inf:
+        raise ValueError(f"offset {offset} must be 0 or more, and finite.")
 
     def init(params):
         kept = map_leaves(lambda p: jnp.zeros_like(precise(p)), movable(params))
-        zero = jnp.zeros((), jnp.float32)
-        return vary(OutputState(kept, zero, tx.init(params)), axis)
+        return vary(OutputState(kept, jnp.zeros((), jnp.float32)), axis)
 
     def update(updates, state, params=None, *, step=None, **extra):
         if step is None or params is None:
@@ -165,10 +163,10 @@ def output_average(tx: Transformation, *, offset: float, axis: Axis = AXIS) -> T
             state.output,
             params,
         )
-        updates, inner = tx.update(updates, state.averaged, params, step=step, **extra)
-        return updates, OutputState(output, vary(total, axis), inner)
+        return updates, OutputState(output, vary(total, axis))
 
-    return Talking(init, update)
+    # In a chain, so that what tx does to the parameters is what this does.
+    return optax.chain(Talking(init, update), tx)
 
 
 def two_level_local_sgd(

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from ..anchor import rounds
 from ..exchange import mean
@@ -29,7 +31,7 @@ def diloco(
     inner: Transformation,
     *,
     period: int | Trigger = 500,
-    outer_lr: float = 0.7,
+    outer_lr: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.9,
     exchange: Talking | None = None,
     axis: Axis = AXIS,
@@ -68,8 +70,24 @@ def diloco(
         Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language
         Models <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1.
     """
-    outer = optax.sgd(outer_lr, momentum=momentum, nesterov=True)
+    outer = nesterov(outer_lr, momentum)
     return rounds(inner, outer, exchange=exchange, when=clock(period), axis=axis)
+
+
+def nesterov(outer_lr: optax.ScalarOrSchedule, momentum: float) -> Transformation:
+    """The outer step of DiLoCo."""
+    check_outer(outer_lr=outer_lr, momentum=momentum)
+    return optax.sgd(outer_lr, momentum=momentum, nesterov=True)
+
+
+def check_outer(*, momentum: float, **rates: optax.ScalarOrSchedule) -> None:
+    """Raise unless momentum fades and rates descend, as far as they are known."""
+    known = lambda x: not (callable(x) or isinstance(x, Tracer))
+    if known(momentum) and not 0 <= momentum < 1:
+        raise ValueError(f"momentum {momentum} is outside [0, 1); 0 is none.")
+    for name, rate in rates.items():
+        if known(rate) and not np.all(np.asarray(rate) >= 0):
+            raise ValueError(f"{name} {rate} must be 0 or more; 1 is the mean.")
 
 
 def muloco(
@@ -194,11 +212,13 @@ def palsgd(
         start=t_start,
         axis=axis,
     )
-    outer = optax.sgd(outer_lr, momentum=momentum, nesterov=True)
+    outer = nesterov(outer_lr, momentum)
     if t_start:
         together = occasional(mean(axis), when=before(t_start), axis=axis)
         inner = optax.chain(together, inner)
         outer = after(t_start, optax.sgd(1.0), outer, axis=axis)
+        if exchange is not None:  # what is compressed is not the model
+            exchange = after(t_start, mean(axis), exchange, axis=axis)
     when = every(period, offset=t_start % period)
     return rounds(inner, outer, exchange=exchange, when=when, axis=axis)
 
@@ -288,6 +308,8 @@ def slow_momentum(
         -1.0 -1.0
         -1.5 -1.5
     """
+
+    check_outer(slow_learning_rate=slow_learning_rate, momentum=momentum)
 
     def init(params):
         return SlowMomentumState(

@@ -73,7 +73,8 @@ def leader_sgd(
 
     Raises:
         ValueError: a pull outside [0, 1], a period, group_period or window below 1, a
-            ``group_axis`` that is not in ``axis``; at trace, no ``value``.
+            group_period without group_axis, a group_axis not in ``axis``; at trace, no
+            ``value``.
 
     Note:
         The pull at a refresh and the stale pull at each step are separate parameters,
@@ -98,6 +99,11 @@ def leader_sgd(
     inner = optax.with_extra_args_support(inner)
     if window < 1:
         raise ValueError(f"window {window} is below 1 loss.")
+    if group_axis is None and group_period is not None:
+        raise ValueError(
+            f"group_period {group_period} without a group_axis: name the axis of the "
+            "workers of one group."
+        )
     levels = [_Level(axis, period, pull, stale_pull)]
     if group_axis is not None:
         if not set(names(group_axis)) < set(names(axis)):

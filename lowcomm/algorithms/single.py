@@ -13,12 +13,13 @@ from ..leaves import PyTree, map_leaves, movable, precise, subtract
 from ..parts import expect
 from ..sync import Talking, Transformation, enter, leave, propose
 from ..triggers import Trigger, clock
+from .outer import nesterov
 
 
 class GPAState(NamedTuple):
     """State of ``gpa``."""
 
-    inner: Any
+    base: Any  # the inner optimizer's
     fast: PyTree  # the iterate z that the inner optimizer moves
     anchor: PyTree  # the average θ: the model to evaluate
     synced: jax.Array  # bool, whether the parameters y are that model
@@ -63,8 +64,8 @@ def snoo(
         Kallusky et al., `SNOO: Step-K Nesterov Outer Optimizer
         <https://arxiv.org/abs/2510.15830>`_, 2025.
     """
-    outer = optax.sgd(outer_lr, momentum=momentum, nesterov=True)
     alone = optax.with_extra_args_support(optax.identity())
+    outer = nesterov(outer_lr, momentum)
     return rounds(inner, outer, exchange=alone, when=clock(period), axis=())
 
 
@@ -122,12 +123,12 @@ def gpa(inner: Transformation, *, averaging: float, interpolation: float) -> Tal
     def update(updates, state, params=None, *, step=None, **extra):
         whole, grads, y = enter(updates, params, 0 if step is None else step, ())
         given = extra if step is None else extra | {"step": step}
-        moves, inner_state = propose(inner, grads, state.inner, y, **given)
+        moves, base = propose(inner, grads, state.base, y, **given)
         toward = lambda z, theta, mu: z + mu * (theta - z)
         z = map_leaves(lambda z, m: z + m.astype(z.dtype), state.fast, moves)
         theta = map_leaves(lambda a, z: toward(z, a, averaging), state.anchor, z)
         there = map_leaves(lambda z, a: toward(z, a, interpolation), z, theta)
         moves = map_leaves(lambda t, p: subtract(t.astype(p.dtype), p), there, y)
-        return leave(moves, whole), GPAState(inner_state, z, theta, state.synced)
+        return leave(moves, whole), GPAState(base, z, theta, state.synced)
 
     return Talking(init, update)

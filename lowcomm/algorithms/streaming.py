@@ -14,6 +14,7 @@ from ..leaves import PyTree, is_inexact
 from ..spmd import AXIS, Axis
 from ..sync import Talking, Transformation
 from ..triggers import every
+from .outer import nesterov
 
 
 def streaming_diloco(
@@ -85,6 +86,7 @@ def streaming_diloco(
         Douillard et al., `Streaming DiLoCo with overlapping communication
         <https://arxiv.org/abs/2501.18512>`_, 2025.
     """
+    every(period)  # raises unless it is a period
     if fragments < 1:
         raise ValueError(f"fragments {fragments} is below 1 (1 is the whole model).")
     if not 0 <= mixing <= 1:
@@ -94,7 +96,7 @@ def streaming_diloco(
         return rounds(
             # Updates arrive ready made, from one inner optimizer for all fragments.
             optax.identity(),
-            optax.sgd(outer_lr, momentum=momentum, nesterov=True),
+            nesterov(outer_lr, momentum),
             exchange=exchange,
             when=every(period, offset=fragment * period // fragments),
             pull=1 - mixing,

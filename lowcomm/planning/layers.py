@@ -28,7 +28,7 @@ def slot_wait(block: Iterable[int], backward: Times, transfer: Times) -> float:
     """
     done = _done(backward, transfer)
     end = 0
-    for layer in sorted(block):
+    for layer in _known(block, done):
         end = max(end, done[layer]) + transfer[layer]
     return max(0, end - done[-1])
 
@@ -120,6 +120,7 @@ def fill_in(table: Table, backward: Times, transfer: Times) -> Table:
     done = _done(backward, transfer)
     filled = []
     for block in table:
+        block = _known(block, done)
         first = min(block, default=len(done))
         free_until = done[min(first, len(done) - 1)]
         extra, end = [], 0
@@ -128,7 +129,7 @@ def fill_in(table: Table, backward: Times, transfer: Times) -> Table:
             if end > free_until:
                 break
             extra.append(layer)
-        filled.append(extra + sorted(block))
+        filled.append(extra + block)
     return filled
 
 
@@ -144,6 +145,18 @@ def _done(backward: Times, transfer: Times) -> list[float]:
             if not seconds >= 0:
                 raise ValueError(f"{name}[{layer}] = {seconds} is no time in seconds.")
     return list(accumulate(backward))
+
+
+def _known(block: Iterable[int], done: list[float]) -> list[int]:
+    """The layers of a slot, in backward order."""
+    layers = sorted(block)
+    for layer in layers:
+        if layer not in range(len(done)):
+            raise ValueError(
+                f"layer {layer} of {len(done)}: they are numbered from 0, the last one "
+                "of the model."
+            )
+    return layers
 
 
 def _check_counts(layers: int, slots: int) -> None:
