@@ -17,9 +17,11 @@ import ast
 import hashlib
 import inspect
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +51,8 @@ class Settings:
     """Fewer seeds, steps and rates."""
     again: bool = False
     """Also what is complete; the old results go."""
+    jobs: int = 2
+    """Papers at once, each in a process of its own."""
     out: Path | None = None
     """Folder; default: experiments/results, or runs/reproduce-quick."""
 
@@ -71,14 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = Path("runs/reproduce-quick") if settings.quick else RESULTS
         out = settings.out or default
         out.mkdir(parents=True, exist_ok=True)
-        with shared_compilations():
-            for key in keys:
-                found = reproduce(
-                    key, Scale(settings.quick), out, console, again=settings.again
-                )
-                verdict = found["verdict"]
-                console.print(f"[bold]{key}[/]: {verdict['status']}", soft_wrap=True)
-                console.print(f"  {verdict['measured']}", soft_wrap=True)
+        if settings.jobs < 1:
+            raise ValueError(f"--jobs {settings.jobs} must be at least 1")
+        if settings.jobs > 1 and len(keys) > 1:
+            failed = _apart(keys, settings, out)
+            if failed:
+                raise ValueError(f"these did not finish: {', '.join(failed)}")
+        else:
+            with shared_compilations():
+                for key in keys:
+                    found = reproduce(
+                        key, Scale(settings.quick), out, console, again=settings.again
+                    )
+                    _say(key, found["verdict"], console)
     except (ValueError, OSError) as problem:
         errors.print(f"[bold red]error:[/] {problem}", soft_wrap=True)
         return 2
@@ -91,6 +100,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with records.atomic(place / "REPRODUCTION.md") as beside:
         beside.write_text(page)
     return 0
+
+
+def _say(key: str, verdict: dict[str, str], console: Console) -> None:
+    console.print(f"[bold]{key}[/]: {verdict['status']}", soft_wrap=True)
+    console.print(f"  {verdict['measured']}", soft_wrap=True, highlight=False)
+
+
+def _apart(keys: Sequence[str], settings: Settings, out: Path) -> list[str]:
+    """Each paper in a process, several at once; those that did not finish."""
+
+    def one(key: str) -> bool:
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.reproduce",
+            key,
+            "--out",
+            str(out),
+        ]
+        command += ["--quick"] * settings.quick + ["--again"] * settings.again
+        return subprocess.run(command, check=False).returncode == 0
+
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        finished = list(pool.map(one, keys))
+    return [key for key, done in zip(keys, finished, strict=True) if not done]
 
 
 def reproduce(
@@ -132,7 +166,7 @@ def _computed(
     for name, compute in module.cells(scale).items():
         if name not in kept["cells"]:
             start = time.perf_counter()
-            kept["cells"][name] = records.plain(compute())
+            kept["cells"][name] = _short(records.plain(compute()))
             took = f"{time.perf_counter() - start:.0f} s"
             console.print(f"{asked['key']}: {name} ({took})", soft_wrap=True)
             _write(partial, kept)
@@ -172,7 +206,25 @@ def _without_text(node: ast.stmt) -> str:
 
 def _write(path: Path, found: dict[str, Any]) -> None:
     with records.atomic(path) as beside:
-        beside.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        beside.write_text(_compact(found) + "\n")
+
+
+def _short(x: Any) -> Any:
+    """``x`` in JSON's own types, with as many digits as float32 has."""
+    if isinstance(x, dict):
+        return {name: _short(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [_short(value) for value in x]
+    return float(f"{x:.8g}") if isinstance(x, float) else x
+
+
+def _compact(x: Any, depth: int = 0) -> str:
+    """JSON with a line for what a cell has under one name."""
+    if not isinstance(x, dict) or not x or depth == 4:
+        return json.dumps(x, allow_nan=False, separators=(",", ":"))
+    parts = [f"{json.dumps(k)}: {_compact(v, depth + 1)}" for k, v in x.items()]
+    pad = "\n" + " " * (depth + 1)
+    return "{" + pad + ("," + pad).join(parts) + "}"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ METHODS: dict[str, Method] = {
         lambda params, s: Sent(0, 2 * dense(params)),  # one buffer beside the model
         syncs="period",
         bitwise=False,
+        about="Local SGD that averages the momentum as well.",
     ),
     "output_average": Method(
         lambda inner, s: lc.output_average(

@@ -49,7 +49,7 @@ CHOOSING = 100  # what seeds that choose the rate are more than those that repor
 def cells(scale: Scale) -> Cells:
     """Every way on both splits, and four ways on the Rosenbrock function."""
     steps = scale.steps(1920)
-    rates = scale.rates(0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+    rates = scale.rates(0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
     how: dict[str, Any] = {"rates": rates, "seeds": scale.seeds}
     jobs: Cells = {}
     for split in SPLITS:

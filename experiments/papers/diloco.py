@@ -34,7 +34,7 @@ outer rates of 0.1 to 2, by simulation and by exact recursions for mean and vari
 Then the next byte of Python's sources, two hidden layers, 8 workers with 16 bytes a
 step each, 1200 steps of AdamW with a cosine schedule; the inner rate tuned for each
 method, and with it the outer one at μ = 0.9."""
-METHODS = ("diloco", "local_sgd", "data_parallel")
+METHODS = ("diloco",)
 PERIODS = (8, 32)
 BASELINES = (
     "synchronous",

@@ -32,7 +32,7 @@ SETTING = """Next byte of Python's sources, two hidden layers, 2 k to 10 k param
 besides the embedding and 16 k held out, 20 bytes a parameter in every arm; Adam inside,
 its rate tuned for each arm and size; Nesterov outside, its rate tuned for each number
 of workers and of steps a round at one size, together with the inner one."""
-METHODS = ("diloco", "data_parallel")
+METHODS = ("local_sgd", "diloco")
 WIDTHS, HELD_OUT, ONE_WIDTH = (12, 20, 32, 52), 72, 20
 ARMS = {
     "data-parallel": (4, 0),

@@ -27,7 +27,7 @@ rounds may be up to √(T/K) steps long; with longer rounds it saturates earlier
 SETTING = """Logistic regression in 20 dimensions, one example a step and worker, from
 one distribution; steps to a suboptimality of 0.02, seen where workers meet (every 4
 steps at H = 1); the constant rate is chosen by other seeds for each K and H."""
-METHODS = ("local_sgd",)
+METHODS = ("local_sgd", "output_average")
 BASELINES = ("K = 32, H = 1", "K = 32, one step on 16", "K = 32, one step on 64")
 WORKERS, PERIODS, BATCHES = (1, 2, 8, 32), (1, 16, 64, 256), (16, 64)
 FACTORS = tuple(2.0**i for i in range(-4, 3))  # of a rate of 0.04 a worker

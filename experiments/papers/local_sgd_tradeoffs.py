@@ -28,7 +28,7 @@ SETTING = """Gaussian mixture, 8 workers, 2000 steps of momentum SGD, rates tune
 each run; label-sorted shards, where averaging has its price, and IID ones; SlowMo with
 β = 0.5, and beside it a plain outer rate of 2, the same long-run step without
 momentum."""
-METHODS = ("local_sgd", "post_local_sgd", "slowmo")
+METHODS = ("post_local_sgd", "slowmo")
 BASELINES = ("sorted, H = 1", "sorted, H = 2", "sorted, H = 4", "iid, H = 1")
 PERIODS, SWITCHES = (1, 2, 4, 16, 64, 256), (500, 1000, 1500)
 SLOW = (("sorted", 16), ("sorted", 64), ("iid", 64))

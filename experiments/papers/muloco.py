@@ -32,7 +32,7 @@ tuned together for each. Two bits: the best four levels for normal numbers, time
 root mean square of a leaf. Agreement: the mean cosine of two workers' displacements
 after 6 steps of a round, in the second half of training, at the rates chosen for
 each (two workers: at an outer rate of 0.1)."""
-METHODS = ("muloco", "diloco", "local_sgd", "data_parallel")
+METHODS = ("muloco",)
 PERIOD = 8
 INSIDE = ("AdamW", "Muon")
 BASELINES = (
@@ -40,8 +40,8 @@ BASELINES = (
     *(f"{inside}, local SGD" for inside in INSIDE),
     "AdamW, local SGD, H = 128",
 )
-RATES = {"AdamW": (0.016, 0.032, 0.064, 0.128), "Muon": (0.04, 0.08, 0.16, 0.32)}
-OUTER = (0.025, 0.05, 0.1, 0.2)  # at the second momentum makes it an average
+RATES = {"AdamW": (0.032, 0.064, 0.128, 0.256), "Muon": (0.02, 0.08, 0.16, 0.32, 0.64)}
+OUTER = (0.0125, 0.025, 0.05, 0.1)  # at the second momentum makes it an average
 TWO_BITS, FEW = ", two bits", 2  # workers
 
 
@@ -70,7 +70,7 @@ def cells(scale: Scale) -> Cells:
         jobs[f"{inside}, DiLoCo, {FEW} workers"] = partial(
             tuned,
             toys.mixture(workers=FEW),
-            partial(_diloco, make, outer=OUTER[2]),
+            partial(_diloco, make, outer=OUTER[3]),
             watch=_agreement,
             **how,
         )

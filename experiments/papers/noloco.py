@@ -32,7 +32,7 @@ each run, pairs drawn anew for 16 rounds that repeat; judged are the mean of the
 and, on average, one worker. Bytes are payloads; a ring's all-reduce moves up to twice
 as many. At rest: 5 sets of 16 groups of 8 workers in 256
 dimensions, 40 rounds of matchings drawn for each group."""
-METHODS = ("noloco", "dpsgd", "diloco")
+METHODS = ("noloco",)
 EQUAL = ("DiLoCo, μ = 0.5", "local SGD", "gossip")
 ONE_STEP = "iid, one step on 50 batches"
 BASELINES = (

@@ -34,7 +34,7 @@ SETTING = """8×8 digits, IID, a network of two hidden layers, 8 workers, 600 st
 heavy-ball momentum at a constant rate, on the ring of thirds and on the lazy ring.
 Seconds are modelled: a step computes for 1, an exchange takes r rounds of computation,
 and an overlapped one is waited for only beyond them."""
-METHODS = ("oldsgd", "cocod_sgd", "local_sgd")
+METHODS = ("oldsgd",)
 BASELINES = (
     *("synchronous", "all-reduce, τ = 8", "all-reduce, τ = 24"),
     *("blocking ring, τ = 8", "blocking ring, τ = 24"),

@@ -31,7 +31,7 @@ step in all, 1200 steps of AdamW with a cosine schedule, or 1080; rounds of 5 st
 μ = 0.9, so that the outer momentum looks back over 50 steps. Inner and outer rate tuned
 together; for GPA μ_y = 0.8, and of two μ_x the best by the validation loss. Nothing
 is sent but by the eight workers."""
-METHODS = ("diloco", "local_sgd")  # with several workers
+METHODS = ("snoo", "gpa")
 FEWER = ("", ", 9/10 of the steps")
 BASELINES = (*(f"AdamW{name}" for name in FEWER), "Lookahead", "8 workers, local SGD")
 RATES, SLOW = (0.004, 0.008, 0.016, 0.032, 0.064), (0.25, 0.5, 1.0)

@@ -37,7 +37,7 @@ SETTING = """8×8 digits, a network of two hidden layers, 8 workers, 600 steps o
 heavy-ball momentum at a constant rate; pull 0.6 and anchor momentum 0.7. A run fails
 below an accuracy of one half. Seconds are modelled: a step computes for 1, an exchange
 takes r rounds of computation, and an overlapped one is waited for only beyond them."""
-METHODS = ("overlap_local_sgd", "cocod_sgd", "local_sgd")
+METHODS = ("overlap_local_sgd", "cocod_sgd")
 NAMES = ("local SGD", "Overlap", "CoCoD")
 BASELINES = (
     *("iid, synchronous", "sorted, synchronous"),

@@ -37,7 +37,7 @@ each run, up to the one at which a pull of strength 0.5 resets to the anchor; pu
 probability 0.1, by strengths η that are ours; the outer step is the plain mean, or
 Nesterov (0.7, 0.9) where it says so. Seconds were not measured: a round costs what
 DiLoCo's costs."""
-METHODS = ("palsgd", "diloco")
+METHODS = ("palsgd",)
 PERIODS, LONG = (50, 250, 500), (250, 500)
 PROBABILITY, RATE = 0.1, 0.05
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "momentum": 0.0}

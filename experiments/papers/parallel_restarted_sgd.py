@@ -27,7 +27,7 @@ SETTING = """Gaussian mixture, 8 workers, 2000 steps of momentum SGD, rate tuned
 each I, IID and label-sorted shards; beside it 2000/I synchronous steps on I times as
 many examples, with as many bytes; growth of the squared drift on linear losses and on
 pure noise."""
-METHODS = ("local_sgd",)
+METHODS = ("local_sgd", "parallel_restarted_sgd")
 LARGE = (("iid", 16), ("iid", 64), ("sorted", 16))
 BASELINES = (
     "iid, I = 1",

@@ -30,7 +30,7 @@ SETTING = """Gaussian mixture, 8 workers, 2000 steps of momentum SGD whose rate 
 a cosine to 0, tuned for each run; α is the largest rate times √H_base, so that the rule
 acts from the first step. Other schedules have exactly as many rounds: of one length, of
 linearly growing length, and those of the rule from the last to the first."""
-METHODS = ("qsr", "local_sgd")
+METHODS = ("qsr",)
 SETTINGS = (("iid", 64), ("sorted", 4), ("sorted", 16))
 OTHERS = ("one length", "growing linearly", "backwards")
 ONE_STEP = "one step a round"

@@ -33,7 +33,7 @@ SETTING = """Next byte of Python's sources, an embedding and three layers, 8 wor
 tuned for each method, and with it the outer one for DiLoCo and for the whole method
 (0.1 between them, at which momentum makes an average); four bits are a sign and a power
 of two. Bytes are relative to float32."""
-METHODS = ("streaming_diloco", "diloco", "local_sgd", "data_parallel")
+METHODS = ("streaming_diloco",)
 PERIOD, FRAGMENTS, DELAY = 16, 4, 2
 WHOLE = f"streaming, τ = {DELAY}, α = 0.5, four bits"
 AT_ONCE = "streaming, τ = 0, α = 0"
@@ -41,7 +41,7 @@ LATER = (2, 0.0), (2, 0.5), (8, 0.5)
 LATE = tuple(f"streaming, τ = {t}, α = {a:g}" for t, a in LATER)
 SAME_BYTES = f"local SGD, H = {8 * PERIOD}"
 BASELINES = ("data-parallel", f"local SGD, H = {PERIOD}", SAME_BYTES)
-RATES, OUTER = (0.008, 0.016, 0.032, 0.064), (0.1, 0.2, 0.4, 0.8)
+RATES, OUTER = (0.008, 0.016, 0.032, 0.064), (0.1, 0.2, 0.4, 0.8, 1.6)
 SAME = 0.03  # of loss
 
 
