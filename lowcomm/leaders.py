@@ -20,7 +20,8 @@ def leader(axis: Axis = AXIS) -> Exchange:
 
     .. math:: x_i \leftarrow x_k, \qquad k = \arg\min_j s_j
 
-    ``score`` is one number a worker, such as a loss. Ties go to the lowest rank; NaN
+    ``score`` is one number a worker, such as a loss; without one it is ``value=``, the
+    loss that ``local_step`` passes. Ties go to the lowest rank; NaN
     never wins, and where all are NaN rank 0 does. The result is the same, bit for bit,
     on all workers. Sends one float32 in a gather, and every leaf once, by an all-reduce
     in which all but the leader's are zero: one broadcast of it would do, but who
@@ -43,14 +44,16 @@ def leader(axis: Axis = AXIS) -> Exchange:
         params=None,
         *,
         score=None,
+        value=None,
         about="gradients",
         within=None,
         **extra,
     ):
         admit(updates, "leader", axis=axis, about=about, within=within, takes=ANYTHING)
+        score = value if score is None else score
         if score is None or jnp.ndim(score) != 0:
             raise ValueError(
-                "leader needs update(..., score=s), one number a worker, not "
+                "leader needs update(..., score=s) or value=, one number a worker, not "
                 f"{'nothing' if score is None else jnp.shape(score)}."
             )
         return from_worker(updates, lowest(score, axis), axis), state

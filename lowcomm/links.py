@@ -94,9 +94,9 @@ def random_pull(
     mind the largest rate of a schedule.
 
     Raises:
-        ValueError: probability outside [0, 1), a negative strength or start, a rate at
-            which γη/p is above 1; at trace, no ``anchor=`` or ``step=``, or an anchor
-            of another structure than the parameters.
+        ValueError: probability outside [0, 1), a negative strength or start, a
+            constant rate at which γη/p is above 1; at trace, no ``anchor=`` or
+            ``step=``, or an anchor of another structure than the parameters.
 
     Example:
         Workers at 3 with their anchor at 1: a pull resets some, the others step by 1.

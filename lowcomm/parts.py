@@ -23,10 +23,17 @@ _EXAMPLES = {
 def is_anchored(state: Any) -> bool:
     """Whether a state is that of ``rounds``, or of a method with a model of its own.
 
-    It has the fields ``anchor``, the model all workers agree on, and ``synced``,
-    whether the parameters are that model now.
+    It has the fields ``anchor``, the model all workers agree on, or ``own_anchor``,
+    another one on each worker, and ``synced``, whether the parameters are that now.
     """
-    return {"anchor", "synced"} <= set(getattr(state, "_fields", ()))
+    fields = set(getattr(state, "_fields", ()))
+    return "synced" in fields and bool({"anchor", "own_anchor"} & fields)
+
+
+def anchor_of(state: Any) -> tuple[Any, bool]:
+    """The model of such a state, and whether it is the worker's own."""
+    own = "own_anchor" in state._fields
+    return state.own_anchor if own else state.anchor, own
 
 
 def is_verb(state: Any) -> bool:

@@ -73,7 +73,8 @@ def after(
     """
     expect(optax.GradientTransformation, first=first, then=then)
     if not isinstance(switch, Trigger):
-        if not switch >= 0:
+        uniform.whole(switch=switch)
+        if switch < 0:
             raise ValueError(f"after({switch}, …): steps count from 0.")
         switch = _since(switch)
     one, other = map(optax.with_extra_args_support, (first, then))

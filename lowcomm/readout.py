@@ -15,8 +15,8 @@ import optax
 
 from .exchange import mean
 from .leaves import PyTree, is_inexact, map_leaves
-from .parts import is_anchored, is_verb
-from .spmd import AXIS, Axis
+from .parts import anchor_of, is_anchored, is_verb
+from .spmd import Axis, workers_axis
 from .sync import SelfClockedState
 
 
@@ -48,7 +48,8 @@ def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
     """
     owned = {}
     for rounds_state in _outermost(state, enclosed=True):
-        for path, a in jax.tree_util.tree_leaves_with_path(rounds_state.anchor):
+        anchor, _ = anchor_of(rounds_state)
+        for path, a in jax.tree_util.tree_leaves_with_path(anchor):
             owned[path] = (rounds_state.synced, a)
 
     def apply(path, p, u):
@@ -65,13 +66,15 @@ def apply_updates(params: PyTree, updates: PyTree, state: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(apply, params, updates)
 
 
-def consensus(state: Any, params: PyTree, *, axis: Axis = AXIS) -> PyTree:
+def consensus(state: Any, params: PyTree, *, axis: Axis | None = None) -> PyTree:
     """The model the workers stand for: evaluate and export this one.
 
     Leaf by leaf the anchor of the outermost ``rounds`` that owns it, else the mean of
-    ``params`` over the workers, formed in float32. Call it inside ``spread``. It
-    reads and changes nothing of the schedule, so it may be called at any step. Sends
-    the leaves that no anchor owns.
+    ``params`` over the workers, formed in float32; of methods for one worker (``gpa``,
+    ``snoo``) the mean of each worker's model. Call it inside ``spread``: ``axis`` is
+    all that its workers are spread over, unless given (``()`` for one worker without
+    an axis). It reads and changes nothing of the schedule, so it may be called at any
+    step. Sends the leaves that no anchor owns.
 
     Example:
         >>> from lowcomm import data_parallel, spread
@@ -79,14 +82,19 @@ def consensus(state: Any, params: PyTree, *, axis: Axis = AXIS) -> PyTree:
         >>> spread(worker)(jnp.array([1.0, 3.0]))
         Array([2., 2.], dtype=float32)
     """
-    owned = {}
+    axis = workers_axis() if axis is None else axis
+    agreed, apart = {}, {}
     for rounds_state in _outermost(state, enclosed=False):
-        owned.update(jax.tree_util.tree_leaves_with_path(rounds_state.anchor))
-    read = lambda path, p: owned[path].astype(p.dtype) if path in owned else None
+        anchor, own = anchor_of(rounds_state)
+        leaves = jax.tree_util.tree_leaves_with_path(anchor)
+        (apart if own else agreed).update(leaves)
+    read = lambda path, p: agreed[path].astype(p.dtype) if path in agreed else None
     anchors = jax.tree_util.tree_map_with_path(read, params)
-    rest = map_leaves(lambda p, a: p if a is None else None, params, anchors)
+    mine = jax.tree_util.tree_map_with_path(lambda path, p: apart.get(path, p), params)
+    rest = map_leaves(lambda p, a: p if a is None else None, mine, anchors)
     means = mean(axis).update(rest, optax.EmptyState(), about="parameters")[0]
-    return map_leaves(lambda p, a, m: m if a is None else a, params, anchors, means)
+    pick = lambda p, a, m: m.astype(p.dtype) if a is None else a
+    return map_leaves(pick, params, anchors, means)
 
 
 def _outermost(state: Any, *, enclosed: bool) -> list[Any]:

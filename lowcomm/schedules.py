@@ -53,7 +53,8 @@ def before(step: int) -> Trigger:
         >>> [when.fire((), step=t)[0] for t in range(4)]
         [True, True, False, False]
     """
-    if not step >= 0:
+    uniform.whole(step=step)
+    if step < 0:
         raise ValueError(f"before({step}): steps count from 0.")
     return Trigger(lambda params: (), _clock(lambda t: (t >= 0) & (t < step)), gap=1)
 
@@ -120,6 +121,7 @@ def quadratic_period(
         )
     if not growth > 0:
         raise ValueError(f"growth {growth} must be positive, a learning rate.")
+    uniform.whole(least=least)
     if least < 1:
         raise ValueError(f"least {least} must be at least 1 step.")
 
@@ -143,6 +145,7 @@ def quadratic_period(
 
 def _ends(length: Callable[[int, int], int], steps: int) -> Iterator[int]:
     """The last step of each round, from its number and first step to its length."""
+    uniform.whole(steps=steps)
     if steps < 1:
         raise ValueError(f"steps {steps} must be at least 1, the length of the run.")
     number = start = 0

@@ -9,8 +9,10 @@ those with which the ledger and the meter take JAX's own programs apart.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -64,6 +66,26 @@ def is_bound(name: str) -> bool:
     except NameError:
         return False
     return True
+
+
+_SPREAD: contextvars.ContextVar[Axis | None] = contextvars.ContextVar(
+    "spread", default=None
+)
+
+
+@contextlib.contextmanager
+def spread_over(axis: Axis) -> Iterator[None]:
+    """Within, workers are spread over ``axis``."""
+    token = _SPREAD.set(axis)
+    try:
+        yield
+    finally:
+        _SPREAD.reset(token)
+
+
+def workers_axis() -> Axis:
+    """The axis, or axes, that the workers at hand are spread over."""
+    return _SPREAD.get() or AXIS
 
 
 def worker_index(axis: Axis) -> jax.Array:

@@ -32,7 +32,7 @@ from .leaves import (
 )
 from .moments import realign
 from .parts import expect
-from .spmd import AXIS, Axis, names, vary
+from .spmd import AXIS, Axis, axis_size, names, vary
 from .triggers import Trigger, every
 
 Transformation = optax.GradientTransformation
@@ -201,6 +201,7 @@ def self_clocked(tx: Transformation, *, axis: Axis = AXIS) -> Talking:
             raise ValueError(
                 "self_clocked counts its own steps: drop it, or drop step=."
             )
+        axis_size(axis)  # it must be bound
         step = lax.pmax(state.steps, names(axis))
         updates, clocked = tx.update(updates, state.clocked, params, step=step, **extra)
         return updates, SelfClockedState(vary(step + 1, axis), clocked)

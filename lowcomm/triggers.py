@@ -67,28 +67,23 @@ def every(period: int, *, offset: int = 0, warmup: int = 0) -> Trigger:
     Sends nothing.
 
     Raises:
-        ValueError: period < 1 or not whole, offset outside [0, period) or not whole,
-            warmup < 0.
+        ValueError: period < 1, offset outside [0, period), warmup < 0, any not whole.
 
     Example:
         >>> when = every(3, warmup=2)
         >>> [when.fire((), step=t)[0] for t in range(6)]
         [True, True, True, False, False, True]
     """
-    if isinstance(period, Tracer):
-        raise ValueError(
-            "period is a traced array, and must be known when the program is built: "
-            "inject_hyperparams takes it in static_args."
-        )
     if isinstance(period, Trigger):
         raise ValueError("a period here must be a number of steps, not a trigger.")
-    if not (period >= 1 and period == int(period)):
+    uniform.whole(period=period, offset=offset, warmup=warmup)
+    if period < 1:
         raise ValueError(
             f"period {period} must be a whole number of steps, at least 1 (each step)."
         )
-    if not (0 <= offset < period and offset == int(offset)):
-        raise ValueError(f"offset {offset} is outside [0, {period}) or not whole.")
-    if not warmup >= 0:
+    if not 0 <= offset < period:
+        raise ValueError(f"offset {offset} is outside [0, {period}), the period.")
+    if warmup < 0:
         raise ValueError(f"warmup {warmup} is negative.")
 
     def due(t):
@@ -189,6 +184,7 @@ def change_exceeds(
         Synchronization <https://arxiv.org/abs/2307.07950>`_, 2023.
     """
     _check_threshold(threshold)
+    uniform.whole(window=window, warmup=0 if warmup is None else warmup)
     if window < 1:
         raise ValueError(f"window {window} is below 1.")
     if not 0 <= smoothing < 1:
@@ -259,6 +255,7 @@ def reaches(level: float, *, measure: Callable[..., Any], window: int = 1) -> Tr
     """
     if not level == level:
         raise ValueError("reaches(nan): nothing does.")
+    uniform.whole(window=window)
     if window < 1:
         raise ValueError(f"window {window} is below 1 step.")
 

@@ -108,6 +108,28 @@ def now(step: Any, axis: Axis) -> Any:
     return step
 
 
+def whole(**counts: Any) -> None:
+    """Raise unless every count, by its name, is a whole number known at build time."""
+    for name in counts:
+        count: Any = counts[name]
+        if isinstance(count, Tracer):
+            raise ValueError(
+                f"{name} is a traced array, and must be known when the program is "
+                "built: inject_hyperparams takes it in static_args."
+            )
+        is_number = isinstance(count, int | float | np.number | np.ndarray | jax.Array)
+        if (
+            isinstance(count, bool)
+            or not is_number
+            or not float(np.real(count)).is_integer()
+        ):
+            shown = repr(count) if is_number or isinstance(count, bool | str) else ""
+            raise ValueError(
+                f"{name} {shown or f'of type {type(count).__name__}'} must be a whole "
+                "number."
+            )
+
+
 def decide(ask: Callable[[Any], Any], step: Any) -> Any:
     """``ask(step)``: a Python bool where the step is known, else a bool scalar.
 

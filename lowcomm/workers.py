@@ -29,6 +29,7 @@ from .spmd import (
     is_bound,
     names,
     on_mesh,
+    spread_over,
     varying_axes_of_type,
     worker_mesh,
 )
@@ -89,7 +90,11 @@ def spread(
     def spread_fn(*args):
         stacked, shared, rebuild = _split(args, in_axes)
         sizes = _sizes(args, stacked, mesh, axis)
-        worker = lambda stacked, shared: _arrays(fn(*rebuild(stacked, shared)))
+
+        def worker(stacked, shared):
+            with spread_over(axis):
+                return _arrays(fn(*rebuild(stacked, shared)))
+
         problem, signature = None, _signature(args, stacked, shared, sizes)
         if signature not in checked:
             problem = _check(worker, mesh, axis, sizes, stacked, shared)

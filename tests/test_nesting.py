@@ -129,12 +129,70 @@ def test_a_trigger_is_no_number_of_steps():
 
 def test_times_that_would_never_come_are_refused():
     half: Any = 0.5
-    refused(
-        lambda: every(4, offset=half), match="offset 0.5 is outside .* or not whole"
-    )
+    refused(lambda: every(4, offset=half), match="offset 0.5 must be a whole number")
     refused(
         lambda: rounds(SGD, SGD, when=every(4), delay=3 * half),
         match="delay 1.5 must be",
     )
-    for late in (lambda: lc.after(half * np.nan, SGD, SGD), lambda: lc.before(-1)):
-        refused(late, match="steps count from 0")
+    never: Any = np.nan
+    refused(lambda: lc.after(never, SGD, SGD), match="switch nan must be a whole")
+    refused(lambda: lc.before(-1), match="steps count from 0")
+
+
+AXES = ("clusters", "workers")
+
+
+def test_consensus_is_of_all_workers_that_spread_has():
+    tx = lc.two_level_local_sgd(SGD, period=2, outer_period=8)
+    mesh = lc.spmd.abstract_mesh({"clusters": 2, "workers": 2})
+    place: dict[str, Any] = {"mesh": mesh, "axis": AXES, "backend": "vmap"}
+    loss = lambda x, c: jnp.sum((x - c) ** 2) / 2
+    run = lc.fit(loss, tx, X[0], lambda t: OPTIMA, steps=4, workers=K, **place)
+    model = np.asarray(lc.spread(lc.consensus, **place)(run.state, run.params))
+    assert np.ptp(run.params[:, 0]) > 0.01  # the clusters have not met
+    np.testing.assert_array_equal(model, np.tile(model[0], (K, 1)))
+    np.testing.assert_allclose(model[0], np.mean(run.params, 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("tx", [GPA, lc.snoo(SGD, period=2)], ids=["gpa", "snoo"])
+def test_consensus_of_methods_for_one_worker_is_the_mean_of_their_models(tx):
+    path, states = walk(tx, X, OPTIMA, steps=3, gradient=toward)
+    last = jax.tree.map(lambda s: jnp.asarray(s[:, -1]), states)
+    model = np.asarray(lc.spread(lc.consensus)(last, path[:, -1]))
+    own = np.asarray(last.own_anchor)
+    assert np.ptp(own[:, 0]) > 0.01
+    # Sums of four numbers below 4.
+    np.testing.assert_allclose(model, np.tile(own.mean(0), (K, 1)), atol=2e-6)
+
+
+def test_a_leader_is_chosen_by_the_loss_where_nobody_says_otherwise():
+    tx = lc.average(optax.sgd(0.0), exchange=lc.leader())
+    update = lambda x, loss: x + tx.update(x, tx.init(x), x, step=0, value=loss)[0]
+    losses = jnp.array([3.0, 1.0, 2.0, 4.0])
+    np.testing.assert_array_equal(lc.spread(update)(jnp.arange(4.0), losses), 1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: every(True),
+        lambda: every("4"),
+        lambda: every(4, warmup=2.5),
+        lambda: lc.before(2.5),
+        lambda: lc.after(2.5, SGD, SGD),
+        lambda: lc.swap(SGD, SGD, switch=2.5, steps=8),
+        lambda: lc.swap(SGD, SGD, switch=2, steps=8.5),
+        lambda: lc.od_sgd(SGD, warmup=2.5),
+        lambda: lc.edit(SGD, period=2, warmup=2.5),
+        lambda: lc.palsgd(SGD, learning_rate=0.1, t_start=2.5),
+        lambda: lc.selsync(SGD, threshold=0.1, window=2.5),
+        lambda: lc.leader_sgd(SGD, period=2, window=2.5),
+        lambda: lc.streaming_diloco(SGD, period=4, fragments=1.5),
+        lambda: lc.growing(lambda r: 2, steps=8.5),
+    ],
+)
+def test_counts_that_are_no_whole_numbers_are_refused_by_name(make):
+    with pytest.raises(
+        ValueError, match=r"^\w+ ('4'|True|[128].5) must be a whole num"
+    ):
+        make()

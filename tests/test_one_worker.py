@@ -51,7 +51,7 @@ def test_snoo_without_momentum_is_lookahead(slow):
         updates, ahead = tx.update(params.fast - C, ahead, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(path[t], params.fast, atol=1e-6)
-        np.testing.assert_allclose(state.anchor[t], params.slow, atol=1e-6)
+        np.testing.assert_allclose(state.own_anchor[t], params.slow, atol=1e-6)
 
 
 def test_snoo_is_diloco_of_one_worker_bit_for_bit():
@@ -60,7 +60,7 @@ def test_snoo_is_diloco_of_one_worker_bit_for_bit():
     one = diloco(inner, period=3, outer_lr=0.7, momentum=0.9)
     expected, there = walk(one, X[None], C[None], steps=9, gradient=toward)
     np.testing.assert_array_equal(path, expected[0])
-    np.testing.assert_array_equal(state.anchor, there.anchor[0])
+    np.testing.assert_array_equal(state.own_anchor, there.anchor[0])
 
 
 def test_snoo_in_each_step_is_nesterov_at_the_product_of_rates():
@@ -113,7 +113,7 @@ def test_the_model_of_one_worker_is_its_anchor():
         path, state = train(tx, 6)
         last = jax.tree.map(lambda s: jnp.asarray(s[-1]), state)
         model = lc.consensus(last, jnp.asarray(path[-1]), axis=())
-        np.testing.assert_array_equal(model, state.anchor[-1])
+        np.testing.assert_array_equal(model, state.own_anchor[-1])
         assert (model != path[-1]).any()
 
 
@@ -136,7 +136,7 @@ def test_gpa_is_its_three_lines():
         y = mu_y * theta + (1 - mu_y) * z
         np.testing.assert_allclose(path[t], y, atol=1e-5)
         np.testing.assert_allclose(state.fast[t], z, atol=1e-5)
-        np.testing.assert_allclose(state.anchor[t], theta, atol=1e-5)
+        np.testing.assert_allclose(state.own_anchor[t], theta, atol=1e-5)
 
 
 @pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.sgd(0.2, momentum=0.9)])
@@ -145,14 +145,14 @@ def test_gpa_without_averaging_is_its_base_optimizer(inner):
     expected, _ = stepped(inner)
     # An update is a difference of models: a rounding of a step of size one.
     np.testing.assert_allclose(path, expected, atol=2e-6)
-    np.testing.assert_allclose(state.anchor, expected, atol=2e-6)
+    np.testing.assert_allclose(state.own_anchor, expected, atol=2e-6)
 
 
 def test_the_average_of_gpa_forgets_geometrically():
     # On a constant gradient z = −γ g k, and θ follows 1/(1 − μ_x) − 1 steps behind.
     tx = gpa(optax.sgd(0.5), averaging=0.75, interpolation=0.5)
     _, state = train(tx, 60, gradient=lambda x: jnp.ones(3))
-    lag = (state.anchor[-1] - state.fast[-1]) / 0.5
+    lag = (state.own_anchor[-1] - state.fast[-1]) / 0.5
     np.testing.assert_allclose(lag, 0.75 / 0.25, rtol=1e-4)
 
 
@@ -164,7 +164,7 @@ def test_only_with_whole_interpolation_the_parameters_are_the_model(
     moves, state = tx.update(X - C, tx.init(X), X)
     assert bool(state.synced) == synced
     exact = lc.apply_updates(X, moves, state)
-    assert (np.asarray(exact) == state.anchor).all() == synced
+    assert (np.asarray(exact) == state.own_anchor).all() == synced
 
 
 def test_gpa_needs_no_step_and_keeps_integers_and_half_precision():

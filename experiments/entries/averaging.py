@@ -65,7 +65,7 @@ METHODS: dict[str, Method] = {
         at_syncs,
         syncs="period",  # at a constant rate, as in the laws, rounds do not grow
         bitwise=False,
-        about="Local SGD whose rounds grow as the learning rate falls.",
+        about="`local_sgd` with `period=quadratic_period(...)`: rounds grow.",
     ),
     "des_loc": Method(
         lambda inner, s: lc.des_loc(

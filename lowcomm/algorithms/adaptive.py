@@ -206,7 +206,9 @@ def adaptive_batch(
 
     ``H`` is ``period``, or a clock says when. The state holds ``batch_size``, ``b``
     samples a worker and step, from ``start`` to ``most`` in multiples of
-    ``granularity``; the training loop draws so many. ``θ`` is ``level``. What noise and
+    ``granularity``; the training loop draws so many, or says how many it drew, as in
+    ``local_step(…, extra_args=lambda batch: {"batch_size": len(batch)})``: the batches
+    of ``fit`` know only the step. ``θ`` is ``level``. What noise and
     signal are is said by ``test``: ``local_test()`` unless given, ``global_test()``,
     ``per_sample_test()``, each also ``corrected``. The gradients tested are those of
     the first step after each sync. Sends the parameters once every ``period`` steps,
@@ -226,20 +228,25 @@ def adaptive_batch(
         Two workers pull at both sides of 0: near it the noise outweighs the signal.
 
         >>> import jax.numpy as jnp
-        >>> from lowcomm import fit
+        >>> from lowcomm import counted_step, init, stack
         >>> tx = adaptive_batch(
         ...     optax.sgd(0.5), period=2, level=1.0, start=4, most=64, granularity=4
         ... )
-        >>> sizes = []
-        >>> see = lambda t, params, state, metrics: sizes.append(
-        ...     optax.tree.get(state, "batch_size").tolist()
-        ... )
-        >>> run = fit(lambda x, c: (x - c) ** 2 / 2, tx, jnp.array(8.0),
-        ...           lambda t: jnp.array([-1.0, 1.0]), steps=6, workers=2, on_step=see)
-        >>> sizes
-        [[4, 4], [4, 4], [4, 4], [4, 4], [32, 32], [32, 32]]
-        >>> print(run.payload)
-        [0 4 8 4 8 4]
+        >>> loss = lambda x, c: jnp.mean((x - c) ** 2) / 2
+        >>> step = counted_step(loss, tx, workers=2)
+        >>> x = stack(jnp.array(8.0), 2)
+        >>> state = init(tx, x)
+        >>> for t in range(6):
+        ...     b = int(optax.tree.get(state, "batch_size")[0])
+        ...     c = jnp.stack([jnp.full(b, -1.0), jnp.full(b, 1.0)])
+        ...     x, state, _, sent = step(x, state, c, t)
+        ...     print(b, sent.bytes)
+        4 0
+        4 4
+        4 8
+        4 4
+        4 8
+        32 4
 
     References:
         Lau, Li, Xu, Liu and Kolar, `Communication-Efficient Adaptive Batch Size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import optax
 
+from .. import uniform
 from ..anchor import rounds
 from ..exchange import mean
 from ..penalty import penalized_mean, roll_back
@@ -70,7 +71,8 @@ def edit(
         Cheng et al., `EDiT: A Local-SGD-Based Efficient Distributed Training Method for
         Large Language Models <https://arxiv.org/abs/2412.07210>`_, 2025.
     """
-    if not warmup >= 0:
+    uniform.whole(warmup=warmup)
+    if warmup < 0:
         raise ValueError(f"warmup {warmup} is negative; 0 is none.")
     when = clock(period)
     outer = roll_back(nesterov(outer_lr, momentum))

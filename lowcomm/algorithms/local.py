@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .. import uniform
 from ..exchange import mean
 from ..leaves import PyTree, map_leaves, movable, precise, subtract
 from ..moments import averaged_moments
@@ -286,6 +287,7 @@ def swap(
         2020, Algorithm 1.
     """
     expect(optax.GradientTransformation, first=first, refine=refine)
+    uniform.whole(steps=steps, switch=0 if isinstance(switch, Trigger) else switch)
     if steps < 1:
         raise ValueError(f"steps {steps} must be at least 1, the length of the run.")
     if not isinstance(switch, Trigger) and not 0 <= switch < steps:

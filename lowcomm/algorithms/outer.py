@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .. import uniform
 from ..anchor import rounds
 from ..exchange import mean
 from ..leaves import PyTree, map_leaves, precise
@@ -213,6 +214,7 @@ def palsgd(
         axis=axis,
     )
     outer = nesterov(outer_lr, momentum)
+    uniform.whole(t_start=t_start)
     if t_start:
         together = occasional(mean(axis), when=before(t_start), axis=axis)
         inner = optax.chain(together, inner)

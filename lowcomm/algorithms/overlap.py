@@ -224,7 +224,8 @@ def od_sgd(
         Xu, Dong, Xu and Liao, `OD-SGD: One-step Delay Stochastic Gradient Descent for
         Distributed Training <https://arxiv.org/abs/2005.06728>`_, 2020.
     """
-    if not warmup >= 0:
+    uniform.whole(warmup=warmup)
+    if warmup < 0:
         raise ValueError(f"warmup {warmup} is negative; 0 is none.")
     receives = lambda step, axis: uniform.decide(lambda t: t < warmup, step)
     return served(inner, local, receives, lambda x, anchor: anchor, exchange, axis)

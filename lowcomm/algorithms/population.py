@@ -97,6 +97,7 @@ def leader_sgd(
     """
     expect(optax.GradientTransformation, inner=inner)
     inner = optax.with_extra_args_support(inner)
+    uniform.whole(window=window)
     if window < 1:
         raise ValueError(f"window {window} is below 1 loss.")
     if group_axis is None and group_period is not None:

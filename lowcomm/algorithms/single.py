@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..anchor import rounds
+from ..anchor import RoundsState, rounds
 from ..leaves import PyTree, map_leaves, movable, precise, subtract
 from ..parts import expect
 from ..sync import Talking, Transformation, enter, leave, propose
@@ -16,12 +16,25 @@ from ..triggers import Trigger, clock
 from .outer import nesterov
 
 
+class SNOOState(NamedTuple):
+    """State of ``snoo``: that of ``rounds``, of one worker."""
+
+    base: Any
+    outer: Any
+    exchange: Any
+    trigger: Any
+    own_anchor: PyTree
+    pending: Any
+    since: jax.Array
+    synced: jax.Array
+
+
 class GPAState(NamedTuple):
     """State of ``gpa``."""
 
     base: Any  # the inner optimizer's
     fast: PyTree  # the iterate z that the inner optimizer moves
-    anchor: PyTree  # the average θ: the model to evaluate
+    own_anchor: PyTree  # the average θ: the model to evaluate
     synced: jax.Array  # bool, whether the parameters y are that model
 
 
@@ -41,7 +54,8 @@ def snoo(
 
     ``H`` is ``period``, ``η`` is ``outer_lr``, ``μ`` is ``momentum``; with μ = 0 it is
     Lookahead. Sends nothing and needs no named axis: an ordinary optimizer, but for
-    ``step=``, which ``update`` takes (or ``self_clocked(…, axis=())`` counts).
+    ``step=``, which ``update`` takes (or ``self_clocked(…, axis=())`` counts). Evaluate
+    ``state.own_anchor``. Several workers train with ``snoo(data_parallel(inner), …)``.
 
     Note:
         The default values are DiLoCo's, not read in the paper.
@@ -66,7 +80,19 @@ def snoo(
     """
     alone = optax.with_extra_args_support(optax.identity())
     outer = nesterov(outer_lr, momentum)
-    return rounds(inner, outer, exchange=alone, when=clock(period), axis=())
+    core = rounds(inner, outer, exchange=alone, when=clock(period), axis=())
+
+    def init(params):
+        start: Any = core.init(params)
+        return SNOOState(*start)
+
+    def update(updates, state, params=None, **extra):
+        before = RoundsState(*state)
+        after: Any
+        updates, after = core.update(updates, before, params, **extra)
+        return updates, SNOOState(*after)
+
+    return Talking(init, update)
 
 
 def gpa(inner: Transformation, *, averaging: float, interpolation: float) -> Talking:
@@ -79,8 +105,10 @@ def gpa(inner: Transformation, *, averaging: float, interpolation: float) -> Tal
 
     ``μ_x`` is ``averaging``, ``μ_y`` is ``interpolation``. The parameters that the
     loop holds are ``y``, where gradients are taken; evaluate ``θ``, which is
-    ``state.anchor``. With both 0 it is ``inner``. Sends nothing and needs no named
-    axis. State: two trees besides the inner optimizer's.
+    ``state.own_anchor``. With both 0 it is ``inner``. Sends nothing and needs no named
+    axis: several workers train with ``gpa(data_parallel(inner), …)``; inside a verb,
+    which moves ``y``, what ``consensus`` gives is ``y``. State: two trees besides the
+    inner optimizer's.
 
     Note:
         The inner optimizer is handed ``y`` as its parameters, so that is what weight
@@ -97,7 +125,7 @@ def gpa(inner: Transformation, *, averaging: float, interpolation: float) -> Tal
         >>> for t in range(2):
         ...     moves, state = tx.update(jnp.array(-1.0), state, y, step=t)
         ...     y = y + moves
-        ...     print(y, state.fast, state.anchor)
+        ...     print(y, state.fast, state.own_anchor)
         0.75 1.0 0.5
         1.625 2.0 1.25
 
@@ -126,7 +154,7 @@ def gpa(inner: Transformation, *, averaging: float, interpolation: float) -> Tal
         moves, base = propose(inner, grads, state.base, y, **given)
         toward = lambda z, theta, mu: z + mu * (theta - z)
         z = map_leaves(lambda z, m: z + m.astype(z.dtype), state.fast, moves)
-        theta = map_leaves(lambda a, z: toward(z, a, averaging), state.anchor, z)
+        theta = map_leaves(lambda a, z: toward(z, a, averaging), state.own_anchor, z)
         there = map_leaves(lambda z, a: toward(z, a, interpolation), z, theta)
         moves = map_leaves(lambda t, p: subtract(t.astype(p.dtype), p), there, y)
         return leave(moves, whole), GPAState(base, z, theta, state.synced)

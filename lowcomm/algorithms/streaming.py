@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from .. import uniform
 from ..anchor import rounds
 from ..leaves import PyTree, is_inexact
 from ..spmd import AXIS, Axis
@@ -87,6 +88,7 @@ def streaming_diloco(
         <https://arxiv.org/abs/2501.18512>`_, 2025.
     """
     every(period)  # raises unless it is a period
+    uniform.whole(fragments=fragments)
     if fragments < 1:
         raise ValueError(f"fragments {fragments} is below 1 (1 is the whole model).")
     if not 0 <= mixing <= 1:
