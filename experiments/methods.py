@@ -27,7 +27,6 @@ from .reproduce import RESULTS
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- methods -->\n", "<!-- end of methods -->\n"
 WORKERS, STEPS = 8, 64
-ALONE = ("snoo", "gpa")  # methods for one worker, which send nothing
 
 
 def relative_bytes(name: str) -> float:
@@ -56,8 +55,7 @@ def relative_bytes(name: str) -> float:
 
 def about(name: str) -> str:
     """The first line of the factory's docstring."""
-    own = CATALOGUE[name].about if name in CATALOGUE else ""
-    text = (own or getattr(lc, name).__doc__).split("\n")[0]
+    text = (CATALOGUE[name].about or getattr(lc, name).__doc__).split("\n")[0]
     return text.rstrip(".").replace("|", "\\|").replace("``", "`")
 
 
@@ -84,7 +82,6 @@ def table(shares: dict[str, float], folder: Path = RESULTS) -> str:
 def main() -> None:
     """Measure, and write the table into the README."""
     shares = {name: relative_bytes(name) for name in CATALOGUE}
-    shares |= dict.fromkeys(ALONE, 0.0)
     text = README.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -48,4 +48,25 @@ METHODS: dict[str, Method] = {
         lambda params, s: Sent(2 * dense(params), 0),  # on each of the two levels
         axis=("groups", "workers"),
     ),
+    "snoo": Method(
+        lambda inner, s: lc.snoo(lc.data_parallel(inner), period=s.period),
+        every_step,
+        syncs=None,  # it talks at every step, and looks ahead once a period
+        exact=1,  # outer rates 0.7 and 0.9 are no binary fractions
+        about="SNOO: the outer Nesterov step of DiLoCo, on data-parallel steps.",
+        exempt={
+            "one worker is the inner optimizer": "the outer momentum acts on it too"
+        },
+    ),
+    "gpa": Method(
+        lambda inner, s: lc.gpa(
+            lc.data_parallel(inner), averaging=0.5, interpolation=0.5
+        ),
+        every_step,
+        exact=4,  # every step halves what is averaged
+        about="Generalized primal averaging, on data-parallel steps.",
+        exempt={
+            "one worker is the inner optimizer": "its iterates are averaged over time"
+        },
+    ),
 }
