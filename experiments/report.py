@@ -16,8 +16,9 @@ This page is written by `python -m experiments.reproduce` from the files in
 `experiments/results/` and is not edited by hand. Each claim is a published one; each
 setting is ours and small, so that a verdict says whether the *mechanism* shows at that
 scale, not whether the paper's own numbers are right. Learning rates are chosen for each
-method on a grid by examples that nothing else uses; intervals are 95 % over seeds
-(Student's t). Every comparison holds the simplest baseline at equal bytes.
+method on a grid by examples (for local SGD's speed-up, by seeds) that nothing else
+uses; intervals are 95 % over seeds (Student's t). Every comparison
+holds the simplest baseline at equal bytes.
 
 """
 
