@@ -11,15 +11,23 @@ from .contracts import Method
 from .entries import (
     adaptive,
     averaging,
+    factored,
     gradients,
     neighbours,
     overlapping,
     population,
     rounds,
+    selected,
+    signed,
+    sketched,
 )
 
 CATALOGUE: dict[str, Method] = {
     **gradients.METHODS,
+    **selected.METHODS,
+    **signed.METHODS,
+    **factored.METHODS,
+    **sketched.METHODS,
     **averaging.METHODS,
     **rounds.METHODS,
     **adaptive.METHODS,

@@ -35,6 +35,19 @@ import jax.numpy as jnp
 
 from .keys import Keys
 from .leaves import is_inexact, precise
+from .transport import type_of_sums
+
+
+class Contraction(NamedTuple):
+    """The law ``E‖C(x) − x‖² ≤ (1 − δ)‖x‖²``, of what error feedback may carry."""
+
+    delta: Callable[[int], float]  # of the number of elements, above 0
+
+
+class Unbiased(NamedTuple):
+    """The law ``E C(x) = x, E‖C(x) − x‖² ≤ ω‖x‖²``, of what a plain mean may carry."""
+
+    omega: Callable[[int], float]  # of the number of elements
 
 
 class Compressor(NamedTuple):
@@ -49,20 +62,31 @@ class Compressor(NamedTuple):
       of the decoded, so payloads may be all-reduced.
     - ``statistic(x)``: one number, or one per block, whose maximum over the workers
       reaches both functions as ``agreed``; its bytes count.
+    - ``law``: what it promises, a ``Contraction`` or ``Unbiased``; None promises
+      nothing, and may be right all the same inside error feedback.
+    - ``bound``: of a linear compressor whose payload are integer codes, their largest
+      magnitude. Their sum travels in the narrowest type that holds it, and ``decode``
+      is handed their mean in float32.
+    - ``add(total, payload, keys, agreed=None)``: ``total`` plus what is decoded, where
+      there is a shorter way, such as adding to a few entries. Shaped like the array.
     """
 
     encode: Callable[..., Any]
     decode: Callable[..., jax.Array]
     linear: bool = False
     statistic: Callable[[jax.Array], jax.Array] | None = None
+    law: Contraction | Unbiased | None = None
+    bound: int | None = None
+    add: Callable[..., jax.Array] | None = None
 
 
-def payload_bytes(compressor: Compressor, like: Any) -> int:
+def payload_bytes(compressor: Compressor, like: Any, *, workers: int = 1) -> int:
     """The bytes one worker sends for ``like``, without running anything.
 
     ``like`` is an array, a ``jax.ShapeDtypeStruct`` or a tree of them, of which the
     floating-point and complex leaves travel. A statistic counts. What a linear
-    compressor sends is summed on the way, in float32 for half-precision leaves.
+    compressor sends is summed on the way, in float32 for half-precision leaves, and
+    integer codes (``bound``) in a type wide enough for the sum over ``workers``.
 
     Example:
         >>> from lowcomm import sign, top_k
@@ -78,18 +102,35 @@ def payload_bytes(compressor: Compressor, like: Any) -> int:
             x = precise(x)
         keys = Keys(jax.random.key(0), jax.random.key(0))
         agreed = None if compressor.statistic is None else compressor.statistic(x)
-        return compressor.encode(x, keys, agreed), agreed
+        payload = compressor.encode(x, keys, agreed)
+        if compressor.bound is not None:
+            kind = type_of_sums(compressor.bound, workers)
+            payload = jax.tree.map(lambda part: part.astype(kind), payload)
+        return payload, agreed
 
     leaves = [x for x in jax.tree.leaves(like) if is_inexact(x)]
     sent = jax.tree.leaves([jax.eval_shape(travels, x) for x in leaves])
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)
 
 
-def for_any_shape(name, encode_vector, decode_vector, *, complex_too=False, **fields):
+def for_any_shape(
+    name,
+    encode_vector,
+    decode_vector,
+    *,
+    add_vector=None,
+    complex_too=False,
+    **fields,
+):
     """The compressor of all shapes made from a pair for vectors with elements."""
 
     def encode(x, keys, agreed=None):
         _check_dtype(name, x, complex_too)
+        if x.size >= 2**31:
+            raise ValueError(
+                f"{name}: {x.size} elements in one array are more than 32-bit indices "
+                f"reach ({2**31 - 1}): split the leaf along its leading axis."
+            )
         return encode_vector(jnp.ravel(x), keys, agreed) if x.size else ()
 
     def decode(payload, like, keys, agreed=None):
@@ -99,7 +140,15 @@ def for_any_shape(name, encode_vector, decode_vector, *, complex_too=False, **fi
         out = decode_vector(payload, flat, keys, agreed)
         return out.reshape(like.shape).astype(like.dtype)
 
-    return Compressor(encode, decode, **fields)
+    if add_vector is None:
+        return Compressor(encode, decode, **fields)
+
+    def add(total, payload, keys, agreed=None):
+        if total.size == 0:
+            return total
+        return add_vector(total.ravel(), payload, keys, agreed).reshape(total.shape)
+
+    return Compressor(encode, decode, add=add, **fields)
 
 
 def _check_dtype(name, x, complex_too):

@@ -18,27 +18,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from . import uniform
-from .leaves import PyTree, map_exchanged, precise, takes_part
+from .leaves import PyTree, exchanged, map_exchanged, map_leaves, precise, takes_part
 from .parts import expect
-from .spmd import (
-    AXIS,
-    Axis,
-    axis_size,
-    names,
-    tracks_variance,
-    vary,
-    varying_axes,
-    worker_index,
-)
+from .spmd import AXIS, Axis, axis_size, names, tracks_variance, vary, varying_axes
 from .topology import Graph, Round, mixing_matrix
+from .transport import permute, reduce_max, reduce_mean, reduce_sum
 
 ANYTHING = ("gradients", "parameters", "displacements")
 
@@ -126,35 +117,9 @@ def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
         )
 
 
-def reduce_mean(x: jax.Array, axis: Axis) -> jax.Array:
-    """The mean of ``x`` over the workers, summed and returned precisely."""
-    return vary(lax.pmean(precise(x), names(axis)), axis)
-
-
-def reduce_sum(x: jax.Array, axis: Axis) -> jax.Array:
-    """The sum of ``x`` over the workers, summed and returned precisely."""
-    return vary(lax.psum(precise(x), names(axis)), axis)
-
-
-def gather(x: jax.Array, axis: Axis) -> jax.Array:
-    """``[K, …]``: what each worker holds, in the order of the workers.
-
-    Along several axes by one gather after the other: vmap knows no other way.
-    """
-    shape = (axis_size(axis), *jnp.shape(x))
-    for name in reversed(names(axis)):
-        x = lax.all_gather(x, name)
-    return vary(jnp.reshape(x, shape), axis)
-
-
-def from_worker(tree: PyTree, index: Any, axis: Axis) -> PyTree:
-    """The leaves that worker number ``index`` holds, exactly, on every worker.
-
-    A sum in which the others' are zero: who it is may be known only at run time.
-    """
-    own = worker_index(axis) == index
-    only = lambda x: reduce_sum(jnp.where(own, x, jnp.zeros_like(x)), axis)
-    return map_exchanged(lambda x: only(x).astype(x.dtype), tree)
+def like(tree: PyTree, heard: PyTree) -> PyTree:
+    """``heard`` in the types of ``tree``, whose other leaves stay what they are."""
+    return map_exchanged(lambda x, h: h.astype(x.dtype), tree, heard)
 
 
 def mean(axis: Axis = AXIS) -> Exchange:
@@ -174,9 +139,7 @@ def mean(axis: Axis = AXIS) -> Exchange:
 
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):
         admit(updates, "mean", axis=axis, about=about, within=within, takes=ANYTHING)
-        return map_exchanged(
-            lambda x: reduce_mean(x, axis).astype(x.dtype), updates
-        ), state
+        return like(updates, reduce_mean(exchanged(updates), axis)), state
 
     return Exchange(lambda params: optax.EmptyState(), update)
 
@@ -220,14 +183,13 @@ def weighted_mean(axis: Axis = AXIS) -> Exchange:
                 f"not {'nothing' if weight is None else jnp.shape(weight)}."
             )
         w = jnp.asarray(weight, jnp.float32)
-        total = lax.psum(w, names(axis))
+        mine = lambda x: jnp.where(w == 0, 0, precise(x) * w)
+        parts, total = reduce_sum((map_leaves(mine, exchanged(updates)), w), axis)
 
-        def heard(x):
-            mine = jnp.where(w == 0, 0, precise(x) * w)
-            parts = vary(lax.psum(mine, names(axis)), axis)
-            return jnp.where(total == 0, precise(x), parts / total).astype(x.dtype)
+        def heard(x, part):
+            return jnp.where(total == 0, precise(x), part / total).astype(x.dtype)
 
-        return map_exchanged(heard, updates), state
+        return map_exchanged(heard, updates, parts), state
 
     return Exchange(lambda params: optax.EmptyState(), update)
 
@@ -280,16 +242,12 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
                 f"{axis_size(axis)} workers: build the graph for {axis_size(axis)}."
             )
         if not changing:
-            return map_exchanged(
-                lambda x: _mix(x, graph.rounds[0], axis), updates
-            ), state
-        exchanges = lax.pmax(state.exchanges, names(axis))
+            return _mix(updates, graph.rounds[0], axis), state
+        exchanges = reduce_max(state.exchanges, axis)
         heard = uniform.switch(
             exchanges % len(graph.rounds),
             [
-                lambda updates, part=part: map_exchanged(
-                    lambda x: _mix(x, part, axis), updates
-                )
+                lambda updates, part=part: _mix(updates, part, axis)
                 for part in graph.rounds
             ],
             updates,
@@ -300,14 +258,16 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
     return Exchange(init, update)
 
 
-def _mix(x: jax.Array, part: Round, axis: Axis) -> jax.Array:
+def _mix(tree: PyTree, part: Round, axis: Axis) -> PyTree:
     """``x + Σ weight · (heard along permutation − x)``: the weights sum to one."""
     # In this form workers that agree already stay as they are, bit for bit.
-    own = total = precise(x)
+    sent = exchanged(tree)
+    total = map_leaves(precise, sent)
     for weight, permutation in part:
         pairs = list(enumerate(permutation))
         if any(i != j for i, j in pairs):
-            # Whoever sits out hears itself: ppermute would hand it zeros.
-            heard = lax.ppermute(x, names(axis), pairs)
-            total = total + weight * (precise(heard) - own)
-    return vary(total.astype(x.dtype), axis)
+            # Whoever sits out hears itself: permute would hand it zeros.
+            heard = permute(sent, pairs, axis)
+            move = lambda t, h, x, w=weight: t + w * (precise(h) - precise(x))
+            total = map_leaves(move, total, heard, sent)
+    return like(tree, total)

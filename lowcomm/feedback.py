@@ -4,10 +4,9 @@ r"""Compressed exchanges, and what they remember.
     error_feedback(C)       p = decay·e + u;  e ← p − C(p)    what was not said
     difference_feedback(C)  c = C(u − h);  h ← h + rate·c     what was said
 
-``u`` is this worker's tree, ``heard`` the same on all workers, bit for bit. A linear
-compressor's payloads are averaged on the way (all-reduce); the others are gathered,
-decoded one by one in the order of the workers and averaged here. Half-precision
-leaves travel as they are when gathered, and in float32 when reduced.
+``u`` is this worker's tree, ``heard`` the same on all workers, bit for bit. Half-
+precision leaves travel as they are when gathered, and in float32 when reduced. What is
+not finite is heard by all, sooner or later, and then no memory keeps it.
 
 All of them take gradients or displacements, things that shrink to zero. Compressed
 parameters would not be the parameters even where all workers already agree.
@@ -15,17 +14,14 @@ parameters would not be the parameters even where all workers already agree.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from . import uniform
 from .compressors import Compressor
-from .exchange import Exchange, admit, reduce_mean
-from .keys import Keys, leaf_keys
+from .exchange import Exchange, like
 from .leaves import (
     PyTree,
     check_same_leaves,
@@ -33,11 +29,17 @@ from .leaves import (
     map_leaves,
     precise,
     subtract,
-    takes_part,
     zeros,
 )
-from .parts import expect
-from .spmd import AXIS, Axis, axis_size, names, vary
+from .spmd import AXIS, Axis
+from .talk import (
+    PerLeaf,
+    admit_shrinking,
+    expect_compressor,
+    fitting,
+    left_over,
+    talk,
+)
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -53,77 +55,8 @@ class DifferenceFeedbackState(NamedTuple):
     heard: PyTree  # its mean over the workers, the same on all
 
 
-def talk(
-    compressor: Compressor, tree: PyTree, *, step: Any, seed: int, axis: Axis
-) -> tuple[PyTree, PyTree]:
-    """Send ``tree`` compressed, leaf by leaf; return what was heard and what was said.
-
-    ``heard`` is the mean over the workers of what each of them said. Both are shaped
-    like ``tree`` and precise, so that a memory of them does not drift.
-    """
-    step = uniform.now(step, axis)
-    leaves, treedef = jax.tree.flatten(tree)
-    heard, said = list(leaves), list(leaves)
-    for i, x in enumerate(leaves):
-        if takes_part(x):
-            keys = leaf_keys(seed, step, i, axis)
-            heard[i], said[i] = _talk_about(compressor, x, keys, axis)
-    return jax.tree.unflatten(treedef, heard), jax.tree.unflatten(treedef, said)
-
-
-def _talk_about(
-    compressor: Compressor, x: jax.Array, keys: Keys, axis: Axis
-) -> tuple[jax.Array, jax.Array]:
-    agreed = None
-    if compressor.linear:
-        x = precise(x)  # payloads are summed on the way
-    if compressor.statistic is not None:
-        agreed = vary(lax.pmax(compressor.statistic(x), names(axis)), axis)
-    payload = compressor.encode(x, keys, agreed)
-    said = compressor.decode(payload, x, keys, agreed)
-    if compressor.linear:
-        payload = jax.tree.map(lambda part: reduce_mean(part, axis), payload)
-        heard = compressor.decode(payload, x, keys, agreed)
-    else:
-        everyone = jax.tree.map(
-            lambda part: vary(lax.all_gather(part, names(axis)), axis), payload
-        )
-
-        def listen(total, payload):
-            return total + precise(compressor.decode(payload, x, keys, agreed)), None
-
-        start = vary(jnp.zeros_like(precise(x)), axis)
-        heard = lax.scan(listen, start, everyone)[0] / axis_size(axis)
-    return heard, precise(said)
-
-
-def _fit(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` in a narrower type; the finite stays finite, and memory keeps the rest."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return x.astype(dtype)
-    limits = jnp.finfo(dtype)
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, limits.min, limits.max), x).astype(
-        dtype
-    )
-
-
-def admit_shrinking(
-    tree: PyTree, name: str, axis: Axis, about: str, within: Axis | None
-) -> None:
-    """Raise unless ``name`` is about something that may be sent in part."""
-    admit(
-        tree,
-        name,
-        axis=axis,
-        about=about,
-        within=within,
-        takes=("gradients", "displacements"),
-        instead="Use rounds, which exchanges displacements from a common anchor.",
-    )
-
-
 def compressed_mean(
-    compressor: Compressor, *, seed: int = 0, axis: Axis = AXIS
+    compressor: Compressor | PerLeaf, *, seed: int = 0, axis: Axis = AXIS
 ) -> Exchange:
     r"""The mean of what the workers manage to say.
 
@@ -140,7 +73,7 @@ def compressed_mean(
         Array([[2., 1.],
                [2., 1.]], dtype=float32)
     """
-    expect(Compressor, compressor=compressor)
+    expect_compressor(compressor)
 
     def update(
         updates,
@@ -154,13 +87,13 @@ def compressed_mean(
     ):
         admit_shrinking(updates, "compressed_mean", axis, about, within)
         heard, _ = talk(compressor, updates, step=step, seed=seed, axis=axis)
-        return map_exchanged(lambda u, h: h.astype(u.dtype), updates, heard), state
+        return like(updates, heard), state
 
     return Exchange(lambda params: optax.EmptyState(), update)
 
 
 def error_feedback(
-    compressor: Compressor,
+    compressor: Compressor | PerLeaf,
     *,
     decay: float = 1.0,
     dtype: Any = None,
@@ -202,7 +135,7 @@ def error_feedback(
         Decay as in Sarfi et al., `Communication Efficient LLM Pre-training with
         SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025.
     """
-    expect(Compressor, compressor=compressor)
+    expect_compressor(compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay} is outside [0, 1].")
 
@@ -224,19 +157,21 @@ def error_feedback(
         wanted = map_exchanged(
             lambda u, e: precise(u) + decay * e, updates, state.error
         )
-        spoken = map_exchanged(lambda u, p: _fit(p, u.dtype), updates, wanted)
+        spoken = map_exchanged(lambda u, p: fitting(p, u.dtype), updates, wanted)
         heard, said = talk(compressor, spoken, step=step, seed=seed, axis=axis)
-        error = map_leaves(
-            lambda e, p, s: (p - s).astype(e.dtype), state.error, wanted, said
-        )
-        heard = map_exchanged(lambda u, h: h.astype(u.dtype), updates, heard)
-        return heard, ErrorFeedbackState(error)
+        unsaid = lambda e, p, s: left_over(p, s).astype(e.dtype)
+        error = map_leaves(unsaid, state.error, wanted, said)
+        return like(updates, heard), ErrorFeedbackState(error)
 
     return Exchange(init, update)
 
 
 def difference_feedback(
-    compressor: Compressor, *, rate: float = 1.0, seed: int = 0, axis: Axis = AXIS
+    compressor: Compressor | PerLeaf,
+    *,
+    rate: float | Callable[[int], float] = 1.0,
+    seed: int = 0,
+    axis: Axis = AXIS,
 ) -> Exchange:
     r"""Send the compressed difference to what was said before.
 
@@ -247,17 +182,19 @@ def difference_feedback(
         \bar h \leftarrow \bar h + \alpha \tfrac1K \sum_j c_j
 
     ``h_i`` is ``state.said`` and its mean over the workers ``state.heard`` (one tree
-    each, float32 or wider, zeros at first); ``α`` is ``rate``. With ``rate=1`` and a
-    contractive compressor this is EF21; with an unbiased one of variance ω and
-    ``rate ≤ 1/(1+ω)`` it is DIANA. At a fixed point nothing is left to say, so there
-    is no error floor when the workers' gradients differ. Sends one payload a leaf.
+    each, float32 or wider, zeros at first); ``α`` is ``rate``, a number or a function
+    of a leaf's number of elements. With ``rate=1`` and a contractive compressor this is
+    EF21; with an unbiased one of variance ω and ``rate ≤ 1/(1+ω)`` it is DIANA. At a
+    fixed point nothing is left to say, so there is no error floor when the workers'
+    gradients differ. Sends one payload a leaf.
 
     Raises:
-        ValueError: rate outside (0, 1]; at trace, a tree of another structure.
+        ValueError: rate outside (0, 1], a function's at trace; at trace, a tree of
+            another structure.
 
     Note:
-        EF21 as published starts from ``h_i = u_i``, sent in full; here it starts from
-        zeros, so that state does not depend on gradients.
+        What is heard already has this exchange's news in it. So ``h`` from zeros is
+        EF21 from ``C(u)`` of the first step, without a step of zeros before.
 
     Example:
         Half a vector a step: after two steps it is known exactly.
@@ -277,9 +214,16 @@ def difference_feedback(
         `Distributed Learning with Compressed Gradient Differences
         <https://arxiv.org/abs/1901.09269>`_, 2019 (DIANA), Algorithm 1.
     """
-    expect(Compressor, compressor=compressor)
-    if not 0 < rate <= 1:
-        raise ValueError(f"rate {rate} is outside (0, 1].")
+    expect_compressor(compressor)
+
+    def rate_of(elements: int) -> float:
+        alpha = rate(elements) if callable(rate) else rate
+        if not 0 < alpha <= 1:
+            raise ValueError(f"rate {alpha} is outside (0, 1].")
+        return alpha
+
+    if not callable(rate):
+        rate_of(1)
 
     def init(params):
         return DifferenceFeedbackState(zeros(params), zeros(params))
@@ -297,7 +241,7 @@ def difference_feedback(
         admit_shrinking(updates, "difference_feedback", axis, about, within)
         check_same_leaves("difference_feedback", state.said, updates)
         news = map_exchanged(
-            lambda u, h: _fit(subtract(u, h), u.dtype), updates, state.said
+            lambda u, h: fitting(subtract(u, h), u.dtype), updates, state.said
         )
         heard, said = talk(compressor, news, step=step, seed=seed, axis=axis)
         out = map_exchanged(
@@ -306,10 +250,13 @@ def difference_feedback(
             state.heard,
             heard,
         )
-        remember = lambda h, c: h + rate * c
+        # Where some worker's news is not finite, none of them keeps its own.
+        def remember(h, c, all):
+            return jnp.where(jnp.isfinite(all), h + rate_of(h.size) * c, h)
+
         return out, DifferenceFeedbackState(
-            map_leaves(remember, state.said, said),
-            map_leaves(remember, state.heard, heard),
+            map_leaves(remember, state.said, said, heard),
+            map_leaves(remember, state.heard, heard, heard),
         )
 
     return Exchange(init, update)

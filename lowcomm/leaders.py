@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from .exchange import ANYTHING, Exchange, admit, from_worker, gather
+from .exchange import ANYTHING, Exchange, admit
 from .leaves import add, map_exchanged, subtract
 from .parts import expect
 from .spmd import AXIS, Axis, vary
+from .transport import from_worker, gather
 
 
 def leader(axis: Axis = AXIS) -> Exchange:

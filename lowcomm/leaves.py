@@ -31,6 +31,11 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def exchanged(tree: PyTree) -> PyTree:
+    """``tree`` with None for the leaves that take no part in exchanges."""
+    return jax.tree.map(lambda x: x if takes_part(x) else None, tree)
+
+
 def map_exchanged(f: Callable, tree: PyTree, *rest: PyTree) -> PyTree:
     """``jax.tree.map`` over the leaves that take part; the others stay as in ``tree``.
 

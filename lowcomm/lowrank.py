@@ -7,10 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .exchange import Exchange, reduce_mean
-from .feedback import admit_shrinking
+from .exchange import Exchange
 from .leaves import PyTree, check_same_leaves, map_leaves, precise, takes_part
 from .spmd import AXIS, Axis, vary
+from .talk import admit_shrinking
+from .transport import reduce_mean
 
 
 class PowerSGDState(NamedTuple):

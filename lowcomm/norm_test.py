@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import optax
 
 from . import uniform
-from .exchange import reduce_mean, reduce_sum
 from .leaves import PyTree, precise, takes_part
 from .parts import expect
 from .spmd import AXIS, Axis, axis_size, vary
+from .transport import reduce_mean, reduce_sum
 from .triggers import Trigger
 
 # Whole numbers up to here are exact in the float32 that batches are computed in.
@@ -270,7 +270,7 @@ def sample_variances(
 def _across(grads: PyTree, batch_size: Any, axis: Axis) -> tuple[jax.Array, ...]:
     """``σ̂²``, ``‖ḡ‖²``, and what of it is expected of noise."""
     workers, grads = axis_size(axis), _moving(grads)
-    means = jax.tree.map(lambda g: reduce_mean(g, axis), grads)
+    means = reduce_mean(grads, axis)
     # The sum of differences costs no more to send than that of squares, from which a
     # square of the mean would have to be subtracted, and cancels nothing.
     apart = _square(jax.tree.map(jnp.subtract, grads, means))

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .exchange import Exchange, admit, gather, reduce_sum
-from .leaves import PyTree, map_exchanged, map_leaves, precise, takes_part
+from .exchange import Exchange, admit
+from .leaves import PyTree, exchanged, map_exchanged, map_leaves, precise, takes_part
 from .parts import expect
 from .spmd import (
     AXIS,
@@ -37,6 +37,7 @@ from .spmd import (
     varying_axes,
     worker_index,
 )
+from .transport import gather, reduce_sum
 
 # Norms of one size differ by roundings, and a spread below these is none.
 _ROUNDINGS = 2.0**-20
@@ -184,11 +185,12 @@ def penalized_mean(
         total = jnp.where(nobody, 1, jnp.sum(share, axis=0))
         weight = (share / total)[worker_index(axis)]
 
-        def combine(x, w, bad, nobody):
-            mine = jnp.where(bad, 0, w * precise(x))  # 0 · NaN would be NaN
-            return jnp.where(nobody, jnp.nan, reduce_sum(mine, axis))
+        def share_of(x, w, bad):
+            return jnp.where(bad, 0, w * precise(x))  # 0 · NaN would be NaN
 
-        mean = each(combine, updates, weight, bad, nobody)
+        sums = reduce_sum(exchanged(each(share_of, updates, weight, bad)), axis)
+        sums = map_exchanged(lambda x, total: total, updates, sums)
+        mean = each(lambda x, nobody: jnp.where(nobody, jnp.nan, x), sums, nobody)
         if clip != math.inf:
             scale = jnp.minimum(1, clip / (norms(mean) + 1e-6))
             mean = each(lambda x, scale: x * scale, mean, scale)

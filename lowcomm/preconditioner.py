@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import optax
 
 from . import uniform
-from .exchange import reduce_mean
 from .keys import leaf_keys
-from .leaves import PyTree, map_leaves, precise, takes_part
+from .leaves import PyTree, exchanged, map_leaves, precise
 from .parts import expect
 from .spmd import AXIS, Axis, vary
+from .transport import reduce_mean
 from .triggers import Trigger
 
 
@@ -109,7 +109,7 @@ def shared_scaling(
         first = 0.0 if initial is None else initial**rule.power
         diagonal = map_leaves(
             lambda p: jnp.full_like(jnp.real(precise(jnp.asarray(p))), first),
-            _exchanged(params),
+            exchanged(params),
         )
         state = ScalingState(when.init(params), diagonal, jnp.zeros((), jnp.int32))
         return vary(state, axis)
@@ -148,7 +148,7 @@ def shared_scaling(
             g_scaled = precise(g) / jnp.maximum(floor, root(d))
             return jnp.where(known, g_scaled, 0).astype(g.dtype)
 
-        scaled = map_leaves(divide, diagonal, _exchanged(updates))
+        scaled = map_leaves(divide, diagonal, exchanged(updates))
         updates = map_leaves(lambda g, s: g if s is None else s, updates, scaled)
         return updates, ScalingState(trigger, diagonal, refreshes)
 
@@ -163,9 +163,8 @@ def square_of_mean() -> Rule:
     """
 
     def estimate(grads, *, axis: Axis, **extra):
-        return map_leaves(
-            lambda g: jnp.square(jnp.abs(reduce_mean(g, axis))), _exchanged(grads)
-        )
+        mean = reduce_mean(exchanged(grads), axis)
+        return map_leaves(lambda g: jnp.square(jnp.abs(g)), mean)
 
     return Rule(estimate, power=2)
 
@@ -178,7 +177,7 @@ def mean_of_squares() -> Rule:
 
     def estimate(grads, *, axis: Axis, **extra):
         square = lambda g: jnp.square(jnp.abs(precise(g)))
-        return map_leaves(lambda g: reduce_mean(square(g), axis), _exchanged(grads))
+        return reduce_mean(map_leaves(square, exchanged(grads)), axis)
 
     return Rule(estimate, power=2)
 
@@ -212,9 +211,9 @@ def hessian_diagonal(*, seed: int = 0) -> Rule:
                 for i, p in enumerate(leaves)
             ]
         )
-        probe = lambda v, hv: reduce_mean(precise(v) * precise(hv), axis)
+        probe = lambda v, hv: precise(v) * precise(hv)
         products = curvature(params, vary(signs, axis))
-        return map_leaves(probe, _exchanged(signs), products)
+        return reduce_mean(map_leaves(probe, exchanged(signs), products), axis)
 
     return Rule(estimate, power=1)
 
@@ -241,7 +240,3 @@ def hessian_products(
         }
 
     return extra_args
-
-
-def _exchanged(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x if takes_part(x) else None, tree)

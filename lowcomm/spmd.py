@@ -302,6 +302,13 @@ def free_axes(axes: tuple[str, ...]) -> dict[str, int | None]:
     return {name: mesh.shape[name] if name in free else None for name in axes}
 
 
+def leaves_are_divided() -> bool:
+    """Whether the mesh around has automatic axes, over which leaves may be divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return any(mesh.shape[name] > 1 for name in free)
+
+
 def on_shards(fn: Callable, axes: tuple[str, ...], in_specs: Any, out_specs: Any):
     """``fn`` on each shard, over axes that the mesh around leaves to the compiler."""
     manual = jax.sharding.get_abstract_mesh().manual_axes

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import lowcomm as lc
-from lowcomm.exchange import reduce_sum
 from lowcomm.network import collective_seconds
+from lowcomm.transport import reduce_sum
 from tests.quadratics import squares
 
 K, N, STEPS = 8, 3, 6

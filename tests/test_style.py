@@ -20,16 +20,39 @@ AROUND = [
 
 # A file imports only from floors below its own.
 FLOORS = [
-    {"leaves", "spmd", "folders"},
-    {"keys", "uniform", "topology", "rows", "manifest"},
-    {"compressors", "triggers", "stored"},
+    {"leaves", "spmd", "folders", "packing"},
+    {"keys", "uniform", "topology", "rows", "manifest", "transport"},
+    {
+        "compressors",
+        "triggers",
+        "stored",
+        "places",
+        "largest",
+        "rotations",
+        "peeling",
+        "grids",
+    },
     {"schedules", "pulls"},
     {"parts", "starts"},
     {"phases", "links"},
-    {"workers", "selections", "quantizers", "exchange", "ledger", "hlo_text"},
+    {
+        "workers",
+        "selections",
+        "quantizers",
+        "signs",
+        "levels",
+        "codebooks",
+        "sketches",
+        "spectral",
+        "randomized",
+        "exchange",
+        "ledger",
+        "hlo_text",
+    },
     {
         "overlap",
-        "feedback",
+        "flattened",
+        "talk",
         "meter",
         "hlo",
         "network",
@@ -39,7 +62,18 @@ FLOORS = [
         "preconditioner",
         "norm_test",
     },
-    {"lowrank", "moments", "loading"},
+    {
+        "feedback",
+        "masked",
+        "lowrank",
+        "lossless",
+        "sketching",
+        "two_stage",
+        "votes",
+        "neighbours",
+        "moments",
+        "loading",
+    },
     {"sync"},
     {"anchor"},
     {"readout", "guard"},
@@ -48,7 +82,7 @@ FLOORS = [
     {"testing"},
     {"__init__"},
 ]
-SPEAKERS = {"spmd", "exchange", "feedback", "triggers", "sync"}
+SPEAKERS = {"spmd", "transport", "triggers", "sync"}
 COLLECTIVES = {
     "psum",
     "pmean",

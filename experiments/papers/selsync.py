@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import lowcomm as lc
-from lowcomm.exchange import gather
+from lowcomm.transport import gather
 
 from .. import panels, toys
 from ..injection import Injection, injection

@@ -5,13 +5,14 @@ from __future__ import annotations
 import optax
 
 from .. import uniform
-from ..exchange import Exchange, admit, gossip, mean, reduce_sum
-from ..leaves import map_exchanged
+from ..exchange import Exchange, admit, gossip, like, mean
+from ..leaves import exchanged, map_leaves
 from ..overlap import overlapped, stale_anchor
 from ..parts import expect
 from ..spmd import AXIS, Axis, axis_size
 from ..sync import Talking, Transformation, average
 from ..topology import Graph
+from ..transport import reduce_sum
 from ..triggers import Trigger, clock
 from .server import served
 
@@ -277,11 +278,6 @@ def layered_sgd(
         )
     expect(optax.GradientTransformation, inner=inner)
 
-    def total(x):
-        for axis in reversed(axes):
-            x = reduce_sum(x, axis)
-        return x
-
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):
         admit(
             updates,
@@ -291,7 +287,9 @@ def layered_sgd(
             within=within,
             takes=("gradients",),
         )
-        n = axis_size(axes)
-        return map_exchanged(lambda x: (total(x) / n).astype(x.dtype), updates), state
+        n, total = axis_size(axes), exchanged(updates)
+        for axis in reversed(axes):
+            total = reduce_sum(total, axis)
+        return like(updates, map_leaves(lambda x: x / n, total)), state
 
     return optax.chain(Exchange(lambda params: optax.EmptyState(), update), inner)
