@@ -11,9 +11,20 @@ from .workers import spread as spread
 from .shards import init as init
 
 # What travels
-from .compressors import Compressor as Compressor, payload_bytes as payload_bytes
+from .compressors import (
+    Compressor as Compressor,
+    Contraction as Contraction,
+    Unbiased as Unbiased,
+    payload_bytes as payload_bytes,
+)
 from .selections import random_k as random_k, top_k as top_k
-from .quantizers import quantize as quantize, sign as sign
+from .spectral import dct_top_k as dct_top_k
+from .quantizers import quantize as quantize
+from .signs import one_bit as one_bit, sign as sign
+from .levels import natural as natural, qsgd as qsgd, ternary as ternary
+from .codebooks import codebook as codebook
+from .sketches import count_sketch as count_sketch
+from .randomized import thc as thc
 from .topology import (
     Graph as Graph,
     clusters as clusters,
@@ -47,7 +58,18 @@ from .feedback import (
     difference_feedback as difference_feedback,
     error_feedback as error_feedback,
 )
-from .lowrank import powersgd as powersgd
+from .two_stage import two_stage as two_stage, two_stage_feedback as two_stage_feedback
+from .votes import majority_vote as majority_vote
+from .masked import masked_feedback as masked_feedback, staged as staged
+from .neighbours import choco as choco
+from .talk import PerLeaf as PerLeaf
+from .lowrank import powersgd as powersgd, rank_fraction as rank_fraction
+from .lossless import (
+    lossless_homomorphic as lossless_homomorphic,
+    sparsified as sparsified,
+)
+from .sketching import sketched as sketched, sketched_top_k as sketched_top_k
+from .flattened import flattened as flattened
 from .shards import per_shard as per_shard
 
 # When
@@ -63,8 +85,10 @@ from .triggers import (
 from .schedules import (
     at_steps as at_steps,
     before as before,
+    doubling as doubling,
     growing as growing,
     quadratic_period as quadratic_period,
+    thinning as thinning,
 )
 from .phases import after as after, occasional as occasional
 
@@ -105,6 +129,8 @@ from .algorithms.gradients import (
     sign_sgd as sign_sgd,
     top_k_sgd as top_k_sgd,
 )
+from .algorithms.edgc import edgc as edgc
+from .algorithms.factored import dion as dion
 from .algorithms.local import (
     des_loc as des_loc,
     local_sgd as local_sgd,
@@ -128,7 +154,23 @@ from .algorithms.adaptive import (
     selsync as selsync,
     selsync_gradients as selsync_gradients,
 )
-from .algorithms.gossip import dpsgd as dpsgd, noloco as noloco
+from .algorithms.gossip import (
+    choco_sgd as choco_sgd,
+    dpsgd as dpsgd,
+    noloco as noloco,
+)
+from .algorithms.sparse import demo as demo, dgc as dgc, lags_sgd as lags_sgd
+from .algorithms.differences import diana as diana, ef21 as ef21
+from .algorithms.sparse_rounds import (
+    qsparse_local_sgd as qsparse_local_sgd,
+    sparse_loco as sparse_loco,
+)
+from .algorithms.sketched import (
+    fetch_sgd as fetch_sgd,
+    lossless_sgd as lossless_sgd,
+    sketched_sgd as sketched_sgd,
+    thc_sgd as thc_sgd,
+)
 from .algorithms.layerwise import edit as edit
 from .algorithms.slots import (
     dreamddp as dreamddp,
@@ -141,6 +183,14 @@ from .algorithms.overlap import (
     od_sgd as od_sgd,
     oldsgd as oldsgd,
     overlap_local_sgd as overlap_local_sgd,
+)
+from .algorithms.precision import (
+    quantized_sgd as quantized_sgd,
+    sign_vote_sgd as sign_vote_sgd,
+)
+from .algorithms.one_bit import (
+    one_bit_adam as one_bit_adam,
+    zero_one_adam as zero_one_adam,
 )
 from .algorithms.server import prlc as prlc
 from .pulls import (
@@ -162,7 +212,11 @@ from .train import Run as Run, fit as fit
 from .ledger import Traffic as Traffic, traffic as traffic
 from .hlo import compiled_traffic as compiled_traffic
 from .meter import meter as meter
-from .network import Link as Link, seconds as seconds
+from .network import (
+    Link as Link,
+    break_even_bandwidth as break_even_bandwidth,
+    seconds as seconds,
+)
 from .loading import flat_seconds as flat_seconds, layered_seconds as layered_seconds
 
 # The laws, for a method of your own

@@ -9,21 +9,36 @@ A compressor ``C`` is local, stateless and works on one array. With
 
 Error feedback needs the first kind; averaging without a memory needs the second.
 
-===============================  ================  =================  ================
-factory, n elements              law               constant           payload bytes
-===============================  ================  =================  ================
-``top_k(f)``                     contraction       δ ≥ k/n            k (itemsize + 4)
-``random_k(f)``                  contraction       δ ≥ 1/⌈n/k⌉        k itemsize
-``random_k(f, unbiased=True)``   unbiased          ω ≤ ⌈n/k⌉ − 1      k itemsize
-``sign()``                       contraction       δ = ‖x‖₁²/(n‖x‖²)  ⌈n/8⌉ + 4
-``quantize(b, block=s)``         unbiased          ω ≤ (s − 1)/(4L²)  n b/8 + 4 ⌈n/s⌉
-``quantize(stochastic=False)``   contraction       δ ≥ 1/s            n b/8 + 4 ⌈n/s⌉
-===============================  ================  =================  ================
+==============================  ===========  ======================  ================
+factory                         law          constant                payload bytes
+==============================  ===========  ======================  ================
+``top_k(f)``                    contraction  δ ≥ k/n                 k (b + 1 to 2)
+``dct_top_k(k, chunk=c)``       contraction  δ ≥ k/c²                k (b + 1.5) n/c²
+``random_k(f)``                 contraction  δ ≥ 1/⌈n/k⌉             k b, sums
+``random_k(f, unbiased=True)``  unbiased     ω ≤ ⌈n/k⌉ − 1           k b, sums
+``sign()``                      contraction  δ = ‖x‖₁²/(n‖x‖²)       n/8 + 4
+``one_bit()``                   contraction  δ ≥ that of ``sign``    n/8 + 8 columns
+``codebook(levels, block=s)``   contraction  by the levels, or none  n/4 or n/2 + 4n/s
+``quantize(stochastic=False)``  contraction  δ ≥ 1/(1 + s/4L²)       n bits/8 + 4n/s
+``quantize(bits, block=s)``     unbiased     ω ≤ s/4L², √s/2L        n bits/8 + 4n/s
+``qsgd(L, block=s)``            unbiased     ω ≤ s/4L², √s/L         n bits/8 + 4n/s
+``ternary()``                   unbiased     ω ≤ √n/2                n + 4, sums
+``natural()``                   unbiased     ω ≤ 1/8                 9n/8
+``count_sketch(R, C)``          unbiased     ω = (n − 1)/RC          4RC, sums
+``thc(bits)``                   by overflow  by bits and overflow    n + 4n/B, sums
+==============================  ===========  ======================  ================
+
+``n`` elements of ``b`` bytes, of which ``k`` travel, ``L`` levels on each side of zero,
+``s`` or ``B`` elements to a block (all unless given). The factories have what exactly
+holds, for every array, in their ``law``, and say where it is attained. What sums is
+linear: it takes an all-reduce where the others are gathered.
 
 For all of them: zero is sent as zero; an array without elements sends nothing; payload
 shapes depend on the array's shape alone; half precision is computed in float32 and
-decoded to the type of ``like``; a NaN or infinity that enters is seen by whoever
-decodes. Integers, booleans and keys are refused: exchanges leave such leaves alone.
+decoded to the type of ``like``, where what is finite and beyond its range becomes its
+largest number; a NaN or infinity that enters is seen by whoever decodes, and so is a
+norm or sum of magnitudes that leaves float32's range, as infinity. Integers,
+booleans and keys are refused: exchanges leave such leaves alone.
 """
 
 import math
@@ -34,7 +49,7 @@ import jax
 import jax.numpy as jnp
 
 from .keys import Keys
-from .leaves import is_inexact, precise
+from .leaves import fitting, is_inexact, precise, takes_part
 from .transport import type_of_sums
 
 
@@ -48,6 +63,7 @@ class Unbiased(NamedTuple):
     """The law ``E C(x) = x, E‖C(x) − x‖² ≤ ω‖x‖²``, of what a plain mean may carry."""
 
     omega: Callable[[int], float]  # of the number of elements
+    always: bool = False  # whether some entries lose that much of whatever array
 
 
 class Compressor(NamedTuple):
@@ -79,8 +95,39 @@ class Compressor(NamedTuple):
     bound: int | None = None
     add: Callable[..., jax.Array] | None = None
 
+    def init(self, params: Any) -> Any:
+        """Raise: optax looks for a transformation, which this is not."""
+        raise ValueError(
+            "a Compressor encodes one array and is no transformation: wrap it, as in "
+            "error_feedback(top_k(0.01)) or compressed_mean(quantize())."
+        )
 
-def payload_bytes(compressor: Compressor, like: Any, *, workers: int = 1) -> int:
+
+class PerLeaf(NamedTuple):
+    """A compressor for every leaf of its own.
+
+    ``choose(path, leaf)`` gives the ``Compressor`` of the leaf at a path such as
+    ``"decoder/kernel"``; it may look at shape and type. Exchanges that talk leaf by
+    leaf take it in place of a ``Compressor``.
+    """
+
+    choose: Callable[[str, Any], Compressor]
+
+    def of(self, path: tuple, leaf: Any) -> Compressor:
+        """The compressor of a leaf at a path as ``jax.tree_util`` gives it."""
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        chosen = self.choose(where, leaf)
+        if not isinstance(chosen, Compressor):
+            raise ValueError(
+                f"PerLeaf: what is chosen for leaf {where!r} must be a Compressor, "
+                f"such as top_k(0.01), not {type(chosen).__name__}."
+            )
+        return chosen
+
+
+def payload_bytes(
+    compressor: Compressor | PerLeaf, like: Any, *, workers: int = 1
+) -> int:
     """The bytes one worker sends for ``like``, without running anything.
 
     ``like`` is an array, a ``jax.ShapeDtypeStruct`` or a tree of them, of which the
@@ -91,25 +138,30 @@ def payload_bytes(compressor: Compressor, like: Any, *, workers: int = 1) -> int
     Example:
         >>> from lowcomm import sign, top_k
         >>> weights = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32), "step": 3}
-        >>> payload_bytes(top_k(0.01), weights)  # 328 values, 328 indices
-        2624
+        >>> payload_bytes(top_k(0.01), weights)  # 328 values and places, 8 counts
+        1820
         >>> payload_bytes(sign(), weights)  # 32768 bits and a scale
         4100
     """
 
-    def travels(x):
-        if compressor.linear:
-            x = precise(x)
-        keys = Keys(jax.random.key(0), jax.random.key(0))
-        agreed = None if compressor.statistic is None else compressor.statistic(x)
-        payload = compressor.encode(x, keys, agreed)
-        if compressor.bound is not None:
-            kind = type_of_sums(compressor.bound, workers)
-            payload = jax.tree.map(lambda part: part.astype(kind), payload)
-        return payload, agreed
+    def travels(path, x):
+        one = compressor.of(path, x) if isinstance(compressor, PerLeaf) else compressor
 
-    leaves = [x for x in jax.tree.leaves(like) if is_inexact(x)]
-    sent = jax.tree.leaves([jax.eval_shape(travels, x) for x in leaves])
+        def said(x):
+            if one.linear:
+                x = precise(x)
+            keys = Keys(jax.random.key(0), jax.random.key(0))
+            agreed = None if one.statistic is None else one.statistic(x)
+            payload = one.encode(x, keys, agreed)
+            if one.bound is not None:
+                kind = type_of_sums(one.bound, workers)
+                payload = jax.tree.map(lambda part: part.astype(kind), payload)
+            return payload, agreed
+
+        return jax.eval_shape(said, x)
+
+    leaves = jax.tree_util.tree_leaves_with_path(like)
+    sent = jax.tree.leaves([travels(path, x) for path, x in leaves if takes_part(x)])
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)
 
 
@@ -125,12 +177,7 @@ def for_any_shape(
     """The compressor of all shapes made from a pair for vectors with elements."""
 
     def encode(x, keys, agreed=None):
-        _check_dtype(name, x, complex_too)
-        if x.size >= 2**31:
-            raise ValueError(
-                f"{name}: {x.size} elements in one array are more than 32-bit indices "
-                f"reach ({2**31 - 1}): split the leaf along its leading axis."
-            )
+        check_array(name, x, complex_too)
         return encode_vector(jnp.ravel(x), keys, agreed) if x.size else ()
 
     def decode(payload, like, keys, agreed=None):
@@ -138,7 +185,7 @@ def for_any_shape(
             return jnp.zeros(like.shape, like.dtype)
         flat = jax.ShapeDtypeStruct((math.prod(like.shape),), like.dtype)
         out = decode_vector(payload, flat, keys, agreed)
-        return out.reshape(like.shape).astype(like.dtype)
+        return fitting(out.reshape(like.shape), like.dtype)
 
     if add_vector is None:
         return Compressor(encode, decode, **fields)
@@ -151,10 +198,16 @@ def for_any_shape(
     return Compressor(encode, decode, add=add, **fields)
 
 
-def _check_dtype(name, x, complex_too):
+def check_array(name, x, complex_too=False):
+    """Raise unless a compressor of floating-point arrays can take ``x``."""
     if not is_inexact(x) or (not complex_too and jnp.iscomplexobj(x)):
         raise ValueError(
             f"{name} takes {'real or complex' if complex_too else 'real'} "
             f"floating-point arrays, not {x.dtype}{list(x.shape)}: leave integers "
             "and keys out; send real and imaginary part on their own."
+        )
+    if x.size >= 2**31:
+        raise ValueError(
+            f"{name}: {x.size} elements in one array are more than 32-bit indices "
+            f"reach ({2**31 - 1}): split the leaf along its leading axis."
         )

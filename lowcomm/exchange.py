@@ -25,7 +25,15 @@ import jax.numpy as jnp
 import optax
 
 from . import uniform
-from .leaves import PyTree, exchanged, map_exchanged, map_leaves, precise, takes_part
+from .leaves import (
+    PyTree,
+    exchanged,
+    fitting,
+    map_exchanged,
+    map_leaves,
+    precise,
+    takes_part,
+)
 from .parts import expect
 from .spmd import AXIS, Axis, axis_size, names, tracks_variance, vary, varying_axes
 from .topology import Graph, Round, mixing_matrix
@@ -118,8 +126,11 @@ def check_local(grads: PyTree, axis: Axis, params: PyTree = None) -> None:
 
 
 def like(tree: PyTree, heard: PyTree) -> PyTree:
-    """``heard`` in the types of ``tree``, whose other leaves stay what they are."""
-    return map_exchanged(lambda x, h: h.astype(x.dtype), tree, heard)
+    """``heard`` in the types of ``tree``, whose other leaves stay what they are.
+
+    What is finite stays finite, as the largest number of a narrower type.
+    """
+    return map_exchanged(lambda x, h: fitting(h, jnp.result_type(x)), tree, heard)
 
 
 def mean(axis: Axis = AXIS) -> Exchange:

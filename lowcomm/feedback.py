@@ -6,7 +6,8 @@ r"""Compressed exchanges, and what they remember.
 
 ``u`` is this worker's tree, ``heard`` the same on all workers, bit for bit. Half-
 precision leaves travel as they are when gathered, and in float32 when reduced. What is
-not finite is heard by all, sooner or later, and then no memory keeps it.
+not finite is heard by all, sooner or later, and then no memory keeps it. ``C`` is one
+``Compressor`` for all leaves, or a ``PerLeaf`` that chooses one for each.
 
 All of them take gradients or displacements, things that shrink to zero. Compressed
 parameters would not be the parameters even where all workers already agree.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from .compressors import Compressor
 from .exchange import Exchange, like
@@ -35,6 +37,7 @@ from .spmd import AXIS, Axis
 from .talk import (
     PerLeaf,
     admit_shrinking,
+    check_divergence,
     expect_compressor,
     fitting,
     left_over,
@@ -115,7 +118,8 @@ def error_feedback(
     ``random_k(unbiased=True)`` below one half, the error grows without bound.
 
     Raises:
-        ValueError: decay outside [0, 1]; at trace, a tree of another structure.
+        ValueError: decay outside [0, 1]; at trace, a tree of another structure, a
+            compressor of which it is known that the error grows.
 
     Example:
         The second coordinate is heard at the second step, both shares of it.
@@ -136,7 +140,7 @@ def error_feedback(
         SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025.
     """
     expect_compressor(compressor)
-    if not 0 <= decay <= 1:
+    if not isinstance(decay, Tracer) and not 0 <= decay <= 1:
         raise ValueError(f"decay {decay} is outside [0, 1].")
 
     def init(params):
@@ -154,12 +158,13 @@ def error_feedback(
     ):
         admit_shrinking(updates, "error_feedback", axis, about, within)
         check_same_leaves("error_feedback", state.error, updates)
+        check_divergence(compressor, updates, "error_feedback")
         wanted = map_exchanged(
             lambda u, e: precise(u) + decay * e, updates, state.error
         )
         spoken = map_exchanged(lambda u, p: fitting(p, u.dtype), updates, wanted)
         heard, said = talk(compressor, spoken, step=step, seed=seed, axis=axis)
-        unsaid = lambda e, p, s: left_over(p, s).astype(e.dtype)
+        unsaid = lambda e, p, s: fitting(left_over(p, s), e.dtype)
         error = map_leaves(unsaid, state.error, wanted, said)
         return like(updates, heard), ErrorFeedbackState(error)
 
@@ -220,7 +225,7 @@ def difference_feedback(
         alpha = rate(elements) if callable(rate) else rate
         if not 0 < alpha <= 1:
             raise ValueError(f"rate {alpha} is outside (0, 1].")
-        return alpha
+        return float(alpha)
 
     if not callable(rate):
         rate_of(1)
@@ -240,16 +245,18 @@ def difference_feedback(
     ):
         admit_shrinking(updates, "difference_feedback", axis, about, within)
         check_same_leaves("difference_feedback", state.said, updates)
+        check_divergence(compressor, updates, "difference_feedback", rate_of)
         news = map_exchanged(
             lambda u, h: fitting(subtract(u, h), u.dtype), updates, state.said
         )
         heard, said = talk(compressor, news, step=step, seed=seed, axis=axis)
         out = map_exchanged(
-            lambda u, h, c: (h + c).astype(u.dtype),
+            lambda u, h, c: fitting(h + c, u.dtype),
             updates,
             state.heard,
             heard,
         )
+
         # Where some worker's news is not finite, none of them keeps its own.
         def remember(h, c, all):
             return jnp.where(jnp.isfinite(all), h + rate_of(h.size) * c, h)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .spmd import Axis, worker_index
+from .spmd import Axis, names, worker_index
 
 _SHARD: contextvars.ContextVar[Any] = contextvars.ContextVar("shard", default=None)
 
@@ -25,7 +26,7 @@ class Keys(NamedTuple):
     """Randomness of one leaf at one step."""
 
     shared: jax.Array  # equal on all workers
-    private: jax.Array  # another one on each worker
+    private: Any  # another one on each worker along the axis; None for who decodes
 
 
 @contextlib.contextmanager
@@ -39,9 +40,14 @@ def of_shard(number: Any) -> Iterator[None]:
 
 
 def leaf_keys(seed: int, step: Any, leaf: int, axis: Axis) -> Keys:
-    """The keys of leaf number ``leaf`` at ``step``; nothing is kept in state."""
+    """The keys of leaf number ``leaf`` at ``step``; nothing is kept in state.
+
+    Others along every axis: the levels of a hierarchy with one seed must not draw
+    alike, or an unbiased compressor of what an unbiased one decoded would be biased.
+    """
     fold = jax.random.fold_in
     at_step = fold(jax.random.key(seed), step)
+    at_step = fold(at_step, zlib.crc32(",".join(names(axis)).encode()))
     if (shard := _SHARD.get()) is not None:
         at_step = fold(at_step, shard)
     shared, private = (fold(fold(at_step, kind), leaf) for kind in (0, 1))
@@ -67,10 +73,15 @@ def random_bits(key: jax.Array, n: int, *, stream: int = 0) -> jax.Array:
 def hashed(key: jax.Array, numbers: jax.Array, *, stream: int = 0) -> jax.Array:
     """What ``random_bits`` has at the places ``numbers`` (uint32)."""
     words = jax.random.key_data(key).astype(jnp.uint32).ravel()
-    first, second = words[0], words[-1] + np.uint32(stream * 0x85EBCA6B % 2**32)
-    x = numbers * np.uint32(0x9E3779B9) + first
-    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
-    x = x ^ second
+    # Keys of neighbouring seeds differ in one bit: these two, once a key, in many.
+    second = _mixed(words[-1] + np.uint32(stream * 0x85EBCA6B % 2**32), 0x6A09E667)
+    first = _mixed(words[0], second)
+    return _mixed(numbers * np.uint32(0x9E3779B9) + first, second)
+
+
+def _mixed(x: jax.Array, other: Any) -> jax.Array:
+    """uint32 for uint32, one to one, in which each bit depends on all."""
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD) ^ other
     x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
     return x ^ (x >> 15)
 

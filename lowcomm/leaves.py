@@ -33,7 +33,7 @@ def is_inexact(leaf: Any) -> bool:
 
 def exchanged(tree: PyTree) -> PyTree:
     """``tree`` with None for the leaves that take no part in exchanges."""
-    return jax.tree.map(lambda x: x if takes_part(x) else None, tree)
+    return jax.tree.map(lambda x: jnp.asarray(x) if takes_part(x) else None, tree)
 
 
 def map_exchanged(f: Callable, tree: PyTree, *rest: PyTree) -> PyTree:
@@ -73,6 +73,16 @@ def movable(tree: PyTree, like: PyTree | None = None) -> PyTree:
 def precise(x: jax.Array) -> jax.Array:
     """``x`` in the precision sums are formed in: float32 for half-precision arrays."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def fitting(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in a narrower type; the finite stays finite, as the largest there is."""
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(dtype)
+    limits = jnp.finfo(dtype)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, limits.min, limits.max), x).astype(
+        dtype
+    )
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from . import uniform
 from .exchange import Exchange
-from .leaves import PyTree, check_same_leaves, map_leaves, precise, takes_part
+from .keys import leaf_keys
+from .leaves import PyTree, check_same_leaves, precise, takes_part
+from .matrices import (
+    Rank,
+    check_min_compression,
+    check_rank,
+    factors,
+    leaf_ranks,
+    low_part,
+    matrix,
+    product,
+    scaled,
+    size_of,
+)
 from .spmd import AXIS, Axis, vary
-from .talk import admit_shrinking
-from .transport import reduce_mean
+from .talk import admit_shrinking, left_over
+
+Residual: TypeAlias = Literal["local", "global"]
 
 
 class PowerSGDState(NamedTuple):
@@ -21,7 +37,15 @@ class PowerSGDState(NamedTuple):
     residual: PyTree  # what this worker has not managed to say yet
 
 
-def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
+def powersgd(
+    rank: Rank,
+    *,
+    min_compression: float = 2.0,
+    residual: Residual = "local",
+    warm_start: bool = True,
+    seed: int = 0,
+    axis: Axis = AXIS,
+) -> Exchange:
     r"""Low-rank approximation by one power iteration, with error feedback.
 
     .. math::
@@ -32,18 +56,30 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
     A leaf of two or more dimensions is a matrix ``[m, n]`` with ``n`` its last
     dimension. ``Q`` is ``state.query`` (``[n, rank]``, Gaussian at first, kept as a
     warm start with columns of largest entry 1; one that would become zero stays) and
-    ``e`` is ``state.residual``. Sends ``rank · (m + n)`` float32 a matrix in two
-    all-reduces. Vectors, and matrices for which that would not be less than ``m · n``,
-    travel whole and have no state.
+    ``e`` is ``state.residual``, float32 or wider.
+
+    ``rank`` is a number, or a function from a leaf's path (``"decoder/kernel"``) and
+    shape to one, such as ``rank_fraction(0.1)``; more than ``min(m, n)`` means that,
+    and 0 sends the leaf whole. So travel vectors too, and matrices that the factors do
+    not make more than ``min_compression`` times smaller. With ``residual="global"``
+    a worker remembers ``D - P Q^T``, what it misses of what was heard, instead of what
+    its own factors miss: what is heard is the same, since ``P`` and ``Q`` depend on the
+    workers only through the mean of ``D``, but the residuals of workers whose
+    gradients differ are larger. With ``warm_start=False`` other Gaussian directions are
+    drawn at every step, and ``update`` needs ``step=``.
+
+    Sends ``rank · (m + n)`` float32 a matrix in two all-reduces, however many leaves
+    there are; what travels whole is in the first. Where what is heard is not finite
+    nothing is remembered.
 
     Raises:
-        ValueError: rank < 1; at trace, a tree of another structure.
+        ValueError: rank < 1, min_compression < 0, another residual; at trace, a tree of
+            another structure, a rank of a leaf that is no whole number.
 
     Note:
-        The residual is what this worker's own factors miss. The published code
-        subtracts the aggregated approximation instead; what is heard is the same,
-        since both factors depend on the workers only through the mean of ``D``, and
-        the per-worker residuals stay smaller.
+        The published code subtracts the aggregated approximation (``"global"``). The
+        paper views a convolution as ``[out, in · kh · kw]``, which is the transpose of
+        the view here of a kernel ``[kh, kw, in, out]``.
 
     Example:
         A mean gradient of rank one is heard exactly.
@@ -60,96 +96,163 @@ def powersgd(rank: int, *, seed: int = 0, axis: Axis = AXIS) -> Exchange:
         Vogels, Karimireddy and Jaggi, `PowerSGD <https://arxiv.org/abs/1905.13727>`_,
         2019, Algorithms 1 and 2.
     """
-    if rank < 1:
-        raise ValueError(f"rank {rank} is below 1.")
+    check_rank(rank)
+    check_min_compression(min_compression)
+    if residual not in ("local", "global"):
+        raise ValueError(f"residual {residual!r} is neither 'local' nor 'global'.")
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(seed), max(1, len(leaves)))
-        query = [
-            jax.random.normal(key, (x.shape[-1], rank), precise(x).dtype)
-            if _is_low_rank(x, rank)
-            else None
-            for key, x in zip(keys, leaves, strict=False)
-        ]
-        residual = [
-            jnp.zeros_like(precise(x)) if _is_low_rank(x, rank) else None
-            for x in leaves
-        ]
-        query, residual = (
-            jax.tree.unflatten(treedef, part) for part in (query, residual)
-        )
-        return PowerSGDState(vary(query, axis), residual)
+        ranks = leaf_ranks(params, rank, min_compression)
+        put = lambda parts: jax.tree.unflatten(treedef, parts)
+        kept = ranks if warm_start else [0] * len(ranks)
+        query = put(first_directions(leaves, kept, seed))
+        return PowerSGDState(vary(query, axis), put(no_residuals(leaves, ranks)))
 
-    def update(updates, state, params=None, *, about="gradients", within=None, **extra):
+    def update(
+        updates,
+        state,
+        params=None,
+        *,
+        step=None,
+        about="gradients",
+        within=None,
+        **extra,
+    ):
         admit_shrinking(updates, "powersgd", axis, about, within)
-        low = jax.tree.map(lambda x: x if _is_low_rank(x, rank) else None, updates)
-        check_same_leaves("powersgd", state.residual, low)
-
-        def one(u, q, e):
-            if q is None:
-                heard = reduce_mean(u, axis).astype(u.dtype) if takes_part(u) else u
-                return _Heard(heard, None, None)
-            d = (precise(u) + e).reshape(-1, u.shape[-1])
-            p = jnp.linalg.qr(reduce_mean(_times(d, q), axis))[0]
-            mine = _times(d.T, p)
-            factor = reduce_mean(mine, axis)
-            heard = _times(p, factor.T).reshape(u.shape).astype(u.dtype)
-            # Only directions matter to the next P. Scaled, D Q is of the size of D; and
-            # from a direction of zeros nothing would ever be heard again.
-            size = jnp.max(jnp.abs(factor), axis=0)
-            q = jnp.where(size > 0, factor / jnp.where(size > 0, size, 1), q)
-            return _Heard(heard, q, (d - _times(p, mine.T)).reshape(u.shape))
-
-        parts = map_leaves(one, updates, state.query, state.residual)
-        heard, query, residual = (
-            jax.tree.map(
-                lambda part, i=i: part[i],
-                parts,
-                is_leaf=lambda x: isinstance(x, _Heard),
-            )
-            for i in range(3)
+        leaves, treedef = jax.tree.flatten(updates)
+        ranks = leaf_ranks(updates, rank, min_compression)
+        put = lambda parts: jax.tree.unflatten(treedef, parts)
+        check_same_leaves("powersgd", state.residual, low_part(updates, ranks))
+        if warm_start:
+            queries = treedef.flatten_up_to(state.query)
+        else:
+            queries = drawn(leaves, ranks, seed, uniform.now(step, axis), axis)
+        heard, right, left = low_rank_mean(
+            leaves,
+            ranks,
+            queries,
+            treedef.flatten_up_to(state.residual),
+            residual=residual,
+            axis=axis,
         )
-        return heard, PowerSGDState(query, residual)
+        query = [
+            scaled(r, q) if warm_start and r is not None else None
+            for r, q in zip(right, queries, strict=True)
+        ]
+        return put(heard), PowerSGDState(put(query), put(left))
 
     return Exchange(init, update)
 
 
-def low_rank_bytes(params: PyTree, rank: int) -> int:
-    """Payload bytes of ``powersgd(rank)``: a worker's, for one exchange of a tree.
+def rank_fraction(fraction: float) -> Rank:
+    """The rank that is this fraction of a matrix's full rank, and at least one.
+
+    For ``powersgd`` and ``dion``.
+
+    Raises:
+        ValueError: fraction outside (0, 1].
+
+    Example:
+        >>> rank_fraction(0.25)("kernel", (3, 3, 16, 64))
+        16
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction {fraction} is outside (0, 1].")
+
+    def rank(path: str, shape: tuple[int, ...]) -> int:
+        m, n = size_of(shape)
+        return max(1, round(fraction * min(m, n)))
+
+    return rank
+
+
+def low_rank_mean(
+    leaves: Sequence[jax.Array],
+    ranks: Sequence[int],
+    queries: Sequence[Any],
+    residuals: Sequence[Any],
+    *,
+    residual: Residual = "local",
+    axis: Axis,
+) -> tuple[list, list, list]:
+    """What is heard of each leaf, its right factor ``[rank, n]``, and what is left.
+
+    Leaves of rank 0 go whole, together with what is left of them; those without a
+    residual have none afterwards either.
+    """
+    wanted = [
+        u if e is None else precise(u) + e
+        for u, e in zip(leaves, residuals, strict=True)
+    ]
+    low = [i for i, r in enumerate(ranks) if r]
+    found, whole = factors(
+        [matrix(wanted[i]) for i in low],
+        [queries[i] for i in low],
+        [x for x, r in zip(wanted, ranks, strict=True) if not r and takes_part(x)],
+        axis,
+    )
+    means, factored = iter(whole), zip(*found, strict=True)
+    heard, left = list(leaves), list(residuals)
+    right: list[Any] = [None] * len(leaves)
+    for i, (u, d, e) in enumerate(zip(leaves, wanted, residuals, strict=True)):
+        if ranks[i]:
+            p, mine, mean = next(factored)
+            approximation = product(p, mean)
+            heard[i] = approximation.reshape(u.shape).astype(u.dtype)
+            right[i] = mean
+            said = product(p, mine) if residual == "local" else approximation
+            left[i] = left_over(matrix(d), said).reshape(u.shape)
+        elif takes_part(u):
+            heard[i] = next(means).astype(u.dtype)
+            left[i] = None if e is None else jnp.zeros_like(e)
+    return heard, right, left
+
+
+def low_rank_bytes(params: PyTree, rank: Rank, *, min_compression: float = 2.0) -> int:
+    """Payload bytes of ``powersgd``: a worker's, for one exchange of a tree.
 
     Shapes will do: leaves may be ``jax.ShapeDtypeStruct``.
     """
+    leaves = [
+        x if hasattr(x, "shape") else jnp.asarray(x) for x in jax.tree.leaves(params)
+    ]
 
-    def sent(x):
+    def sent(x, rank):
         if not takes_part(x):
             return 0
-        x = x if hasattr(x, "shape") else jnp.asarray(x)
-        whole = x.size * jnp.promote_types(x.dtype, jnp.float32).itemsize
-        if not _is_low_rank(x, rank):
-            return whole
-        n = x.shape[-1]
-        return rank * (x.size // n + n) * whole // x.size
+        numbers = rank * sum(size_of(x.shape)) if rank else x.size
+        return numbers * jnp.promote_types(x.dtype, jnp.float32).itemsize
 
-    return sum(map(sent, jax.tree.leaves(params)))
+    return sum(map(sent, leaves, leaf_ranks(params, rank, min_compression)))
 
 
-class _Heard(NamedTuple):
-    heard: jax.Array
-    query: jax.Array | None
-    residual: jax.Array | None
+def first_directions(
+    leaves: Sequence[jax.Array], ranks: Sequence[int], seed: int
+) -> list[Any]:
+    """Gaussian directions ``[n, rank]`` of each matrix, the same on all workers."""
+    keys = jax.random.split(jax.random.key(seed), max(1, len(leaves)))
+    return _gaussian(leaves, ranks, list(keys))
 
 
-def _times(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a @ b`` in full precision: what the product rounds off, no memory keeps."""
-    return jnp.matmul(a, b, precision="highest")
+def drawn(
+    leaves: Sequence[jax.Array], ranks: Sequence[int], seed: int, step: Any, axis: Axis
+) -> list[Any]:
+    """The same, others at every step."""
+    keys = [leaf_keys(seed, step, i, axis).shared for i in range(len(leaves))]
+    return _gaussian(leaves, ranks, keys)
 
 
-def _is_low_rank(x: jax.Array, rank: int) -> bool:
-    if not takes_part(x) or len(getattr(x, "shape", ())) < 2:
-        return False
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return False
-    n = x.shape[-1]
-    m = x.size // n
-    return rank * (m + n) < m * n
+def _gaussian(leaves, ranks, keys) -> list[Any]:
+    return [
+        jax.random.normal(key, (x.shape[-1], r), precise(x).dtype) if r else None
+        for key, x, r in zip(keys, leaves, ranks, strict=False)
+    ]
+
+
+def no_residuals(leaves: Sequence[jax.Array], ranks: Sequence[int]) -> list[Any]:
+    """Zeros for each leaf that has a rank."""
+    return [
+        jnp.zeros_like(precise(x)) if r else None
+        for x, r in zip(leaves, ranks, strict=True)
+    ]

@@ -6,6 +6,7 @@ fill three bytes; codes of 16 bits are uint16. What is left of the last byte is 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 WIDTHS = (1, 2, 4, 8, 12, 16)
+_WIDE = {4: jnp.uint16, 2: jnp.uint32}
 
 
 def width_of(values: int) -> int:
@@ -45,10 +47,15 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
         three = (low & 0xFF, low >> 8 | (high & 0xF) << 4, high >> 4)
         three = jnp.stack([x.astype(jnp.uint8) for x in three], axis=1)
         return three.ravel()[: packed_bytes(codes.size, 12)]
-    total, *rest = _columns(codes.astype(jnp.uint8), 8 // bits)
-    for i, column in enumerate(rest, start=1):
-        total = total | column << np.uint8(i * bits)
-    return total
+    if bits == 1:
+        return jnp.packbits(codes, bitorder="little")
+    # The codes of a byte as one wide number, each code in a byte of its own: on the CPU
+    # several times faster than every second or fourth entry.
+    count = 8 // bits
+    rows = jnp.pad(codes.astype(jnp.uint8), (0, -codes.size % count))
+    wide = jax.lax.bitcast_convert_type(rows.reshape(-1, count), _WIDE[bits])
+    shifted = [wide >> i * (8 - bits) for i in range(count)]
+    return functools.reduce(jnp.bitwise_or, shifted).astype(jnp.uint8)
 
 
 def unpack(packed: jax.Array, bits: int, n: int) -> jax.Array:

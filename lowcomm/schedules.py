@@ -6,6 +6,8 @@ where the step is known at trace there is no conditional either.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ from jax.core import Tracer
 from . import uniform
 from .spmd import AXIS, Axis
 from .triggers import Trigger
+
+_NEVER = 2**31 - 1  # beyond all steps
 
 
 def at_steps(steps: Iterable[int]) -> Trigger:
@@ -141,6 +145,58 @@ def quadratic_period(
         return max(least, int((growth / rate) ** 2 * (1 + 1e-6)))
 
     return at_steps(_ends(length, steps))
+
+
+def thinning(repeats: int) -> Trigger:
+    """At gaps of one step, ``repeats`` times, then of two, of four and so on.
+
+    From step 0. Sends nothing.
+
+    Example:
+        >>> when = thinning(2)
+        >>> [t for t in range(20) if when.fire((), step=t)[0]]
+        [0, 1, 2, 4, 6, 10, 14]
+    """
+    uniform.whole(repeats=repeats)
+    if repeats < 1:
+        raise ValueError(f"repeats {repeats} must be at least 1.")
+    begins = [repeats * (2**i - 1) for i in range(31)]
+    return _in_turn([(b, b, 2**i) for i, b in enumerate(begins) if b < _NEVER])
+
+
+def doubling(start: int, *, every: int, longest: int = 16) -> Trigger:
+    """At every step before ``start``, then rounds of two steps, of four and so on.
+
+    They double each ``every`` steps and end at ``longest``, a power of two. A round of
+    ``H`` steps ends where ``step + 1`` is a multiple of ``H``. Sends nothing.
+
+    Example:
+        >>> when = doubling(2, every=4, longest=4)
+        >>> [t for t in range(16) if when.fire((), step=t)[0]]
+        [0, 1, 3, 5, 7, 11, 15]
+    """
+    uniform.whole(start=start, every=every, longest=longest)
+    if start < 0 or every < 1 or longest < 1 or longest & (longest - 1):
+        raise ValueError(
+            f"start {start}, every {every}, longest {longest}: steps count from 0, "
+            "every is at least 1, and longest a power of two."
+        )
+    times = range(1, longest.bit_length())
+    return _in_turn([(0, 0, 1), *((start + (i - 1) * every, -1, 2**i) for i in times)])
+
+
+def _in_turn(clocks: list[tuple[int, int, int]]) -> Trigger:
+    """Clocks one after the other, each ``(its first step, origin, gap)``."""
+    ends = [*(first for first, _, _ in clocks[1:]), _NEVER]
+
+    def due(t: Any) -> Any:
+        ticks = [
+            (t >= first) & (t < end) & ((t - origin) % gap == 0)
+            for (first, origin, gap), end in zip(clocks, ends, strict=True)
+        ]
+        return functools.reduce(operator.or_, ticks)
+
+    return Trigger(lambda params: (), _clock(due), gap=1)
 
 
 def _ends(length: Callable[[int, int], int], steps: int) -> Iterator[int]:

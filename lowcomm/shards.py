@@ -231,7 +231,7 @@ def _within(
         kept = lambda spec, x: jax.tree.map(one, x) if keeps(spec) else x
         return vary(tuple(map(kept, out_specs, fn(*map(own, in_specs, args)))), there)
 
-    over = there if kind else _present(axes)
+    over = _present(axes)  # all of them, so that nothing is left to the compiler
     if not over:
         return local
     spell = lambda spec: P(*[there] * bool(kind)) if isinstance(spec, str) else spec

@@ -9,32 +9,22 @@ for bit. What is remembered of an exchange is kept by those who call it.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import uniform
-from .compressors import Compressor
+from .compressors import Compressor, Contraction, PerLeaf as PerLeaf, Unbiased
 from .exchange import admit
 from .keys import leaf_keys
-from .leaves import PyTree, precise, takes_part
+from .leaves import PyTree, fitting as fitting, precise, takes_part
 from .parts import expect
-from .spmd import Axis, axis_size, vary
+from .spmd import Axis, axis_size, vary, vary_with
 from .transport import gather, reduce_codes, reduce_max, reduce_mean
-
-
-class PerLeaf(NamedTuple):
-    """A compressor for every leaf of its own.
-
-    ``choose(path, leaf)`` gives the ``Compressor`` of the leaf at a path such as
-    ``"decoder/kernel"``; it may look at shape and type. Exchanges that talk leaf by
-    leaf take it in place of a ``Compressor``.
-    """
-
-    choose: Callable[[str, jax.Array], Compressor]
 
 
 def expect_compressor(compressor: Any) -> None:
@@ -51,8 +41,8 @@ def talk(
     ``heard`` is the mean over the workers of what each of them said. Both are shaped
     like ``tree`` and precise, so that a memory of them does not drift. Leaves that take
     no part are returned as they are. At most one collective for each type in a payload,
-    and one for a statistic, whatever the number of leaves; where leaves have compressors
-    of their own, those that are reduced and those that are gathered go apart.
+    and one for a statistic, whatever the number of leaves; where leaves have different
+    compressors, those that are reduced and those that are gathered go apart.
     """
     step = uniform.now(step, axis)
     leaves, treedef = jax.tree.flatten(tree)
@@ -65,16 +55,19 @@ def talk(
         xs = [precise(leaves[i]) if linear else leaves[i] for i in group]
         keys = [leaf_keys(seed, step, i, axis) for i in group]
         agreed = _agree(group.values(), xs, axis)
-        parts = list(zip(group.values(), xs, keys, agreed, strict=True))
         payloads = []
-        for i, (one, *leaf) in zip(group, parts, strict=True):
+        for i, one, *leaf in zip(group, group.values(), xs, keys, agreed, strict=True):
             with _about_leaf(i, tree):
                 payloads.append(one.encode(*leaf))
+        # Half precision is decoded precisely, and rounded once when all are added.
+        like = [jax.ShapeDtypeStruct(x.shape, precise(x).dtype) for x in xs]
+        known = [one._replace(private=None) for one in keys]  # to who decodes
+        parts = list(zip(group.values(), like, known, agreed, strict=True))
         listen = _reduced(bound) if linear else _gathered
         for i, total, payload, (one, *leaf) in zip(
             group, listen(parts, payloads, axis), payloads, parts, strict=True
         ):
-            heard[i], said[i] = total, precise(one.decode(payload, *leaf))
+            heard[i], said[i] = total, one.decode(payload, *leaf)
     return jax.tree.unflatten(treedef, heard), jax.tree.unflatten(treedef, said)
 
 
@@ -85,9 +78,7 @@ def _chosen(compressor: Compressor | PerLeaf, tree: PyTree) -> dict[int, Compres
         if not takes_part(x):
             continue
         if isinstance(compressor, PerLeaf):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            chosen[i] = compressor.choose(where, x)
-            expect(Compressor, **{f"the compressor of leaf {where!r}": chosen[i]})
+            chosen[i] = compressor.of(path, x)
         else:
             chosen[i] = compressor
     return chosen
@@ -113,7 +104,7 @@ def _reduced(bound: int | None) -> Callable[[list, list, Axis], list]:
             share = lambda x: x.astype(jnp.float32) / axis_size(axis)
             mean = jax.tree.map(share, total)
         pairs = zip(parts, mean, strict=True)
-        return [precise(one.decode(payload, *leaf)) for (one, *leaf), payload in pairs]
+        return [one.decode(payload, *leaf) for (one, *leaf), payload in pairs]
 
     return listen
 
@@ -122,15 +113,16 @@ def _gathered(parts: list, payloads: list, axis: Axis) -> list:
     """What is heard of payloads that are decoded one worker after the other."""
 
     def hear(total, payload, part):
-        one, x, keys, agreed = part
+        one, like, keys, agreed = part
         if one.add is not None:
             return one.add(total, payload, keys, agreed)
-        return total + precise(one.decode(payload, x, keys, agreed))
+        return total + one.decode(payload, like, keys, agreed)
 
     def listen(totals, payloads):
         return list(map(hear, totals, payloads, parts)), None
 
-    start = vary([jnp.zeros_like(precise(x)) for _, x, *_ in parts], axis)
+    start = [jnp.zeros(like.shape, like.dtype) for _, like, *_ in parts]
+    start = vary_with(start, payloads, axis=axis)  # as of shards, over their axes too
     totals = lax.scan(listen, start, gather(payloads, axis))[0]
     return [total / axis_size(axis) for total in totals]
 
@@ -146,14 +138,39 @@ def _about_leaf(number: int, tree: PyTree) -> Iterator[None]:
         raise ValueError(f"leaf {where}: {problem}") from problem
 
 
-def fitting(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` in a narrower type; the finite stays finite, and memory keeps the rest."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return x.astype(dtype)
-    limits = jnp.finfo(dtype)
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, limits.min, limits.max), x).astype(
-        dtype
-    )
+def check_divergence(
+    compressor: Compressor | PerLeaf,
+    tree: PyTree,
+    name: str,
+    rate: Callable[[int], float] = lambda elements: 1.0,
+) -> None:
+    """Raise where a memory of what a compressor says is known to grow for ever.
+
+    A share ``rate`` of ``C(x)`` leaves ``(1 − rate)² + rate² ω`` of the square of
+    ``x``, if C is unbiased and always loses ω; from ``rate = 2/(1 + ω)`` on that is
+    what there was, or more.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    for i, one in _chosen(compressor, tree).items():
+        path, x = paths[i]
+        n, law = math.prod(jnp.shape(x)), one.law
+        where = f"leaf {jax.tree_util.keystr(path) or '(the tree)'}"
+        if isinstance(law, Contraction) and not law.delta(n) > 0:
+            raise ValueError(
+                f"{where}: of {n} entries this compressor may lose all it is given and "
+                f"more (δ = {law.delta(n):.3g}), and {name} would not catch up: send "
+                "more entries, or their values in more bits."
+            )
+        if isinstance(law, Unbiased) and law.always:
+            omega, share = law.omega(n), rate(n)
+            if share * (1 + omega) >= 2:
+                raise ValueError(
+                    f"{where}: of {n} entries this unbiased compressor always loses "
+                    f"ω = {omega:.3g} times the square, and what {name} remembers "
+                    "would grow for ever: take the contraction it scales up, such as "
+                    "random_k without unbiased=True, or difference_feedback with a "
+                    f"rate of {1 / (1 + omega):.3g} or less."
+                )
 
 
 def left_over(wanted: jax.Array, said: jax.Array) -> jax.Array:

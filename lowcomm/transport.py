@@ -49,7 +49,7 @@ def reduce_mean(tree: PyTree, axis: Axis) -> PyTree:
 
 
 def reduce_sum(tree: PyTree, axis: Axis) -> PyTree:
-    """The sum of every leaf over the workers, summed and returned precisely."""
+    """The sum of every floating-point leaf over the workers, precise as the mean."""
     add = lambda parts: lax.psum(parts, names(axis))
     return vary(_reduce(jax.tree.map(precise, tree), axis, add), axis)
 
@@ -57,9 +57,17 @@ def reduce_sum(tree: PyTree, axis: Axis) -> PyTree:
 def reduce_max(tree: PyTree, axis: Axis) -> PyTree:
     """The largest of every leaf over the workers, entry by entry, typed as equal.
 
-    So it may decide a conditional; what is kept or returned wants ``vary``.
+    So it may decide a conditional; what is kept or returned wants ``vary``. NaN counts
+    as infinite: the maximum of XLA's CPU backend would lose it.
     """
-    return _reduce(tree, axis, lambda parts: lax.pmax(parts, names(axis)))
+
+    def largest(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jnp.where(jnp.isnan(x), jnp.inf, x)
+
+    maximum = lambda parts: lax.pmax(parts, names(axis))
+    return _reduce(jax.tree.map(largest, tree), axis, maximum)
 
 
 def reduce_codes(tree: PyTree, bound: int, axis: Axis) -> PyTree:
@@ -124,7 +132,8 @@ def permute(tree: PyTree, pairs: Sequence[tuple[int, int]], axis: Axis) -> PyTre
 def from_worker(tree: PyTree, index: Any, axis: Axis) -> PyTree:
     """The leaves that worker number ``index`` holds, exactly, on every worker.
 
-    A sum in which the others' are zero: who it is may be known only at run time.
+    A sum in which the others' are zero: who it is may be known only at run time. (And a
+    negative zero becomes a positive one.)
     """
     own = worker_index(axis) == index
     only = lambda x: jnp.where(own, x, jnp.zeros_like(x))

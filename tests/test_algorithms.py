@@ -93,7 +93,9 @@ def numpy_sign(p):
 
 
 def numpy_powersgd():
-    query = np.asarray(powersgd_sgd(BALL, rank=1).init(X[0])[0].query, float)
+    query = np.asarray(
+        powersgd_sgd(BALL, rank=1, min_compression=1.0).init(X[0])[0].query, float
+    )
     w, errors, q = Numpy(), np.zeros(X.shape), [query]
 
     def step(t):
@@ -195,7 +197,10 @@ ORACLES = {
         lambda: numpy_with_error_feedback(numpy_top),
     ),
     "sign_sgd": (sign_sgd(BALL), lambda: numpy_with_error_feedback(numpy_sign)),
-    "powersgd_sgd": (powersgd_sgd(BALL, rank=1), numpy_powersgd),
+    "powersgd_sgd": (
+        powersgd_sgd(BALL, rank=1, min_compression=1.0),
+        numpy_powersgd,
+    ),
     "dpsgd": (dpsgd(BALL, ring(K)), numpy_dpsgd),
 }
 

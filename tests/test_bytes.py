@@ -46,8 +46,8 @@ def read(name: str, t=None, workers: int = K) -> lc.Traffic:
     step = np.int32(0) if t is None else t
     axis = CATALOGUE[name].axis
     sizes = list(sizes_of(workers, axis).values())
-    args = params, jax.eval_shape(tx.init, params), target, step
-    return lc.traffic(worker, *args, workers=sizes, axis=axis)
+    begun = lambda params, *rest: worker(params, tx.init(params), *rest)
+    return lc.traffic(begun, params, target, step, workers=sizes, axis=axis)
 
 
 def fires(name: str) -> np.ndarray:

@@ -18,27 +18,30 @@ from lowcomm.workers import spread
 K, T, M, N = 4, 4, 12, 8
 EPS = float(jnp.finfo(jnp.float32).eps)
 
+either = pytest.mark.parametrize("residual", ["local", "global"])
 on_both = pytest.mark.parametrize("backend", ["vmap", "mesh"])
 
 
 @functools.cache
-def listener(rank, backend):
-    tx = powersgd(rank)
+def listener(rank, backend, **options):
+    tx = powersgd(rank, **options)
 
     def worker(stream):
-        def step(state, now):
-            heard, state = tx.update(now, state)
-            return state, (heard, state)
+        def step(carry, now):
+            t, state = carry
+            heard, state = tx.update(now, state, step=t)
+            return (t + 1, state), (heard, state)
 
         first = jax.tree.map(lambda x: x[0], stream)
-        return lax.scan(step, vary(tx.init(first), AXIS), stream)[1]
+        carry = jnp.int32(0), vary(tx.init(first), AXIS)
+        return lax.scan(step, carry, stream)[1]
 
     return jax.jit(spread(worker, mesh=worker_mesh(K) if backend == "mesh" else None))
 
 
-def listen(stream, rank=2, backend="vmap"):
+def listen(stream, rank=2, backend="vmap", **options):
     """What is heard of a stacked stream ``[K, T, …]``, and the states after it."""
-    return listener(rank, backend)(stream)
+    return listener(rank, backend, **options)(stream)
 
 
 def gaussian(*shape, seed=0):
@@ -63,9 +66,10 @@ def test_what_is_heard_is_the_mean_projected_on_its_leading_directions(backend):
         np.testing.assert_allclose(state.residual[:, t], e, rtol=0, atol=bound)
 
 
-def test_nothing_is_lost():
+@either
+def test_nothing_is_lost(residual):
     stream = gaussian(K, 40, M, N)
-    heard, state = listen(stream)
+    heard, state = listen(stream, residual=residual)
     heard = np.asarray(heard, np.float64)[0].sum(0)
     error = np.asarray(state.residual, np.float64).mean(0)
     # Each step rounds numbers below 16 some M + N times on the way.
@@ -80,8 +84,11 @@ def test_products_are_formed_in_full_precision():
     x = gaussian(M, N)
     tx = powersgd(2)
     program = str(jax.make_jaxpr(tx.update, axis_env=[(AXIS, K)])(x, tx.init(x)))
-    assert program.count("dot_general") == 4
-    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 4
+    # Two of them, and one in the orthonormalization; the others are sums of outer ones.
+    products = program.count("dot_general")
+    assert products >= 3
+    highest = "precision=(Precision.HIGHEST, Precision.HIGHEST)"
+    assert program.count(highest) == products
 
 
 def test_a_mean_of_low_rank_is_heard_exactly_whatever_the_workers_hold():
@@ -139,7 +146,7 @@ def test_vectors_small_matrices_and_full_ranks_travel_whole(backend):
         "vector": integers[..., :9],
         "scalar": integers[..., 0],
         "row": integers[..., :7].reshape(K, T, 1, 7),
-        "small": integers[..., :16].reshape(K, T, 4, 4),  # 2 · (4 + 4) = 4 · 4
+        "small": integers[..., :64].reshape(K, T, 8, 8),  # 2 · 2 · (8 + 8) = 8 · 8
         "complex": square.astype(np.complex64) * (1 + 2j),
     }
     heard, state = listen(stream, backend=backend)
@@ -194,14 +201,79 @@ def test_the_bytes_are_those_of_the_factors_and_of_what_travels_whole(rank):
         "bias": array((N,), np.float32),
         "count": array((), np.int32),
     }
-    factors = {1: 20, 2: 40, 5: 96}[rank]  # of M · N numbers five pairs save nothing
-    expected = 4 * (2 * factors + rank * (36 + N) + N)
+    # Five pairs make neither half as small, so they travel whole.
+    factors = {1: 20, 2: 40, 5: M * N}[rank]
+    folded = {1: 36 + N, 2: 2 * (36 + N), 5: 36 * N}[rank]
+    expected = 4 * (2 * factors + folded + N)
     assert low_rank_bytes(tree, rank) == expected
     tx = powersgd(rank)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
     state = tx.init(zeros)
     assert traffic(tx.update, zeros, state, workers=8).bytes_always == expected
     assert traffic(tx.update, zeros, state, workers=1).bytes_always == 0
+
+
+def test_the_two_residuals_differ_and_what_is_heard_does_not():
+    stream = gaussian(K, 20, M, N)
+    heard, mine = listen(stream, residual="local")
+    same, of_all = listen(stream, residual="global")
+    # Residuals below 2⁵ are what the products round, some M + N times a step.
+    bound = 20 * (M + N) * EPS * 32
+    np.testing.assert_allclose(heard, same, rtol=0, atol=bound)
+    means = (np.asarray(s.residual, float).mean(0) for s in (mine, of_all))
+    np.testing.assert_allclose(*means, rtol=0, atol=bound)
+    sizes = [np.linalg.norm(s.residual[:, -1]) for s in (mine, of_all)]
+    assert sizes[1] > 1.5 * sizes[0]
+
+
+@pytest.mark.parametrize("shape", [(M, N), (N, M)])
+def test_full_rank_is_the_mean(shape):
+    stream = gaussian(K, T, *shape)
+    heard, state = listen(stream, rank=99, min_compression=0.0)
+    # A few orthonormal columns that are so to rounding, times numbers below 8.
+    bound = 8 * 8 * (M + N) * EPS
+    np.testing.assert_allclose(heard, [stream.mean(0)] * K, rtol=0, atol=bound)
+    assert state.query.shape == (K, T, shape[1], N)
+
+
+def test_without_a_warm_start_directions_are_drawn_at_every_step():
+    stream = np.tile(gaussian(M, N), (K, T, 1, 1))
+    heard, state = listen(stream, rank=1, warm_start=False)
+    assert state.query is None
+    again, _ = listen(stream, rank=1, warm_start=False)
+    np.testing.assert_array_equal(heard, again)
+    first, second = heard[0, 0], heard[0, 1]
+    cosine = np.sum(first * second) / np.linalg.norm(first) / np.linalg.norm(second)
+    assert abs(cosine) < 0.99
+    tx = powersgd(1, warm_start=False)
+    with pytest.raises(ValueError, match="needs step="):
+        spread(lambda x: tx.update(x, tx.init(x))[0])(stream[:, 0])
+
+
+def test_a_leaf_may_have_a_rank_of_its_own():
+    tree = {"a": {"kernel": jnp.ones((M, N))}, "b": {"kernel": jnp.ones((M, N))}}
+    asked = []
+
+    def rank(path, shape):
+        asked.append((path, shape))
+        return {"a/kernel": 1, "b/kernel": 0}[path]
+
+    state = powersgd(rank).init(tree)
+    assert asked == [("a/kernel", (M, N)), ("b/kernel", (M, N))]
+    assert state.query["a"]["kernel"].shape == (N, 1)
+    assert state.query["b"]["kernel"] is None
+    assert low_rank_bytes(tree, rank) == 4 * (M + N + M * N)
+    with pytest.raises(ValueError, match=r"rank of leaf a/kernel is -1"):
+        powersgd(lambda path, shape: -1).init(tree)
+
+
+def test_a_tree_is_two_collectives_and_one_orthonormalization_a_shape():
+    grads = [jnp.ones((M, N))] * 5 + [jnp.ones((32, N))] * 3 + [jnp.ones(N)] * 4
+    tx = powersgd(2)
+    program = jax.make_jaxpr(tx.update, axis_env=[(AXIS, K)])(grads, tx.init(grads))
+    names = [equation.primitive.name for equation in program.eqns]
+    assert sum("psum" in name for name in names) == 2
+    assert str(program).count("while[") + str(program).count("scan[") == 2 * 2
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(3, None)])
@@ -225,16 +297,25 @@ def test_scaling_by_a_power_of_two_scales_what_is_heard(scale):
     np.testing.assert_array_equal(scaled / scale, heard)
 
 
-def test_a_nan_on_one_worker_is_heard_by_all():
+@either
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_heard_by_all_and_forgotten(bad, residual):
     stream = gaussian(K, T, M, N)
-    stream[2, 0, 5, 3] = np.nan
-    heard, _ = listen(stream)
-    assert np.isnan(np.asarray(heard)[:, 0]).any(axis=(1, 2)).all()
+    stream[2, 0, 5, 3] = bad
+    heard, state = listen(stream, residual=residual)
+    assert not np.isfinite(np.asarray(heard)[:, 0]).any(axis=(1, 2)).any()
+    assert np.isfinite(np.asarray(heard)[:, 1:]).all()
+    assert np.isfinite(state.residual).all()
+    assert np.isfinite(state.query).all()
 
 
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="rank 0 is below 1"):
         powersgd(0)
+    with pytest.raises(ValueError, match="min_compression -1 must be 0 or more"):
+        powersgd(1, min_compression=-1)
+    with pytest.raises(ValueError, match="neither 'local' nor 'global'"):
+        powersgd(1, residual="own")
     tx, x = powersgd(1), jnp.zeros((K, M, N))
     update = lambda x: tx.update({"w": x}, tx.init({"w": jnp.zeros((N, M))}))[0]
     with pytest.raises(ValueError, match=r"\['w'\] has shape \(12, 8\) .* \(8, 12\)"):

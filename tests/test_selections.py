@@ -1,19 +1,14 @@
 """Compressors that leave entries out: which ones travel, and what is lost."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lowcomm import payload_bytes, quantize, random_k, top_k
-from lowcomm.keys import Keys
+from lowcomm import Compressor, payload_bytes, quantize, random_k, top_k
+from lowcomm.places import unpack_sorted
 from tests.compressor_cases import (
-    CASES,
-    GRIDS,
-    LEVELS,
     SELECTIONS,
     bits_of,
     encoder,
@@ -75,16 +70,21 @@ def test_the_full_budget_is_the_identity_bit_for_bit(name):
 )
 def test_the_number_of_entries_is_the_nearest_to_the_fraction(fraction, n, k):
     x = jax.ShapeDtypeStruct((n,), jnp.float32)
-    assert payload_bytes(top_k(fraction), x) == 8 * k
+    assert number_sent(top_k(fraction), x) == k
     assert payload_bytes(random_k(fraction), x) == 4 * k
+
+
+def number_sent(compressor, x):
+    payload = jax.eval_shape(lambda x: compressor.encode(x, None), x)
+    return payload[0].size if x.size else 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_exactly_k_entries_travel_on_ties_lowest_index_first(dtype):
     x = jnp.asarray(np.where(np.arange(40) % 2, -2.0, 2.0), dtype)
     for encode in (TENTH.encode, jax.jit(TENTH.encode)):
-        values, indices = map(np.asarray, encode(x, None))
-        assert indices.tolist() == [0, 1, 2, 3]
+        values, places = encode(x, None)
+        assert unpack_sorted(places, 40, 4).tolist() == [0, 1, 2, 3]
         assert values.tolist() == [2, -2, 2, -2]
     decoded = np.asarray(jitted(TENTH)(x, None), np.float32)
     assert np.count_nonzero(decoded) == 4
@@ -101,7 +101,7 @@ def test_exactly_k_entries_travel_on_ties_lowest_index_first(dtype):
 )
 def test_top_k_is_a_stable_sort_by_magnitude_and_contracts(x, compressor):
     x = np.asarray(x, np.float32)
-    k = payload_bytes(compressor, x) // 8
+    k = number_sent(compressor, x)
     chosen = np.argsort(-np.abs(x), kind="stable")[:k]
     expected = np.zeros_like(x)
     expected[chosen] = x[chosen]
@@ -119,8 +119,90 @@ def test_top_k_contracts_by_exactly_k_of_n_when_magnitudes_are_equal():
 
 def test_nan_travels_before_infinity_and_infinity_before_numbers():
     x = jnp.array([1.0, -jnp.inf, 3.0, jnp.nan, -jnp.nan, jnp.inf])
-    _, indices = top_k(1).encode(x, None)
-    assert indices.tolist() == [3, 4, 1, 5, 2, 0]
+    for k, expected in ((1, [3]), (2, [3, 4]), (3, [1, 3, 4]), (5, [1, 2, 3, 4, 5])):
+        _, places = encoder(top_k(k / 6))(x, None)
+        assert unpack_sorted(places, 6, k).tolist() == expected
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 40, 67])
+def test_blocks_send_the_largest_of_their_own_and_a_short_last_one_its_share(n):
+    c, x = top_k(0.3, block=8), np.array(normal(n, seed=n))
+    x[::3] = np.round(x[::3])  # and ties
+    decoded = np.asarray(jitted(c)(x, None))
+    sent = 0
+    for start in range(0, n, 8):
+        part = x[start : start + 8]
+        k = max(1, int(0.3 * len(part) + 0.5))
+        expected = np.zeros_like(part)
+        kept = np.argsort(-np.abs(part), kind="stable")[:k]
+        expected[kept] = part[kept]
+        np.testing.assert_array_equal(decoded[start : start + 8], expected)
+        sent += k
+    # Three bits would do for a place in eight; four pack.
+    places = 0 if n == 1 else -(-sent * 4 // 8)
+    assert payload_bytes(c, jnp.asarray(x)) == 4 * sent + places
+    assert squares(x - decoded) <= (1 - c.law.delta(n)) * squares(x) * (1 + 2**-40)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.1])
+def test_a_place_in_a_large_array_costs_two_bytes_at_most(fraction):
+    x = jax.ShapeDtypeStruct((2**11, 2**11), jnp.float32)
+    k = number_sent(top_k(fraction), x)
+    assert payload_bytes(top_k(fraction), x) <= 1.05 * k * (4 + 2)
+    # In blocks of 4096, twelve bits each.
+    c = top_k(64 / 4096, block=4096)
+    assert payload_bytes(c, x) == 2**10 * 64 * (4 + 1.5)
+
+
+@pytest.mark.parametrize("block", [None, 10])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_adding_is_decoding_and_a_sum(block, dtype):
+    c, x, total = top_k(0.3, block=block), normal((5, 9), dtype=dtype), normal((5, 9))
+    payload = encoder(c)(x, None)
+    added = jax.jit(c.add)(total, payload, None)
+    expected = total + jax.jit(lambda p: c.decode(p, x, None))(payload)
+    assert bits_of(added) == bits_of(expected)
+
+
+def test_chosen_values_are_compressed_as_one_vector_in_the_order_of_their_places():
+    x, inner = normal(64, seed=8), quantize(8, block=4, stochastic=False)
+    c = top_k(0.25, block=16, values=inner)  # four of sixteen, a scale for each block
+    plain = np.array(jitted(top_k(0.25, block=16))(x, None))
+    chosen = plain[plain != 0]
+    decoded = np.asarray(jitted(c)(x, None))
+    expected = jitted(inner)(chosen, None)
+    np.testing.assert_array_equal(decoded[plain != 0], expected)
+    assert not np.any(decoded[plain == 0])
+    # 16 codes, 4 scales, and 16 places of four bits.
+    assert payload_bytes(c, x) == 16 + 4 * 4 + 8
+    assert c.law.delta(64) == 0.25 * inner.law.delta(16)
+    assert squares(x - decoded) <= (1 - c.law.delta(64)) * squares(x)
+
+
+def test_noise_of_the_values_is_drawn_from_the_same_keys_and_counts_in_the_law():
+    inner = quantize(8)
+    c, x = top_k(0.25, values=inner), normal(64, seed=9)
+    places = np.flatnonzero(np.asarray(jitted(top_k(0.25))(x, None)))
+    expected = there_and_back(inner, x[places], keys(3, 1))
+    np.testing.assert_array_equal(jitted(c)(x, keys(3, 1))[places], expected)
+    assert c.law.delta(64) == 0.25 * (1 - inner.law.omega(16))
+    # What rounds to double the energy of what is sent is no contraction of anything.
+    wild = top_k(0.25, values=random_k(1 / 3, unbiased=True))
+    assert wild.law.delta(48) == 1 - 2
+    assert top_k(0.5, values=inner._replace(law=None)).law is None
+
+
+def test_a_statistic_of_the_values_is_the_workers_own_and_travels():
+    # Whole numbers of the largest magnitude, which the statistic says.
+    largest = Compressor(
+        lambda x, keys, agreed=None: jnp.round(2 * x / agreed).astype(jnp.int8),
+        lambda q, like, keys, agreed=None: (q * agreed / 2).astype(like.dtype),
+        statistic=lambda x: jnp.max(jnp.abs(x)),
+    )
+    c, x = top_k(0.5, values=largest), jnp.array([1.0, -8.0, 3.5, 0.0])
+    assert c.statistic is None
+    assert jitted(c)(x, None).tolist() == [0, -8, 4, 0]
+    assert payload_bytes(c, x) == 2 + 4 + 1
 
 
 @every_selection
@@ -136,120 +218,25 @@ def test_selections_of_complex_arrays_keep_whole_numbers(name):
         np.testing.assert_array_equal(decoded[kept], scale * np.asarray(z)[kept])
 
 
-def blocks(n, k):
-    """Sizes of k consecutive blocks of n elements: the first n mod k are longer."""
-    return np.array([n // k + (j < n % k) for j in range(k)])
-
-
-def test_workers_draw_the_same_places_and_steps_draw_others():
-    # The positions themselves are sent, so that the payload says which were drawn.
-    at = np.arange(33, dtype=np.float32)
-    draw = lambda *who: tuple(encoder(CASES["random_k"])(at, keys(*who)).tolist())
-    assert draw(3, 0) == draw(3, 5)
-    assert len({draw(step, 0) for step in range(20)}) == 20
-
-
-@pytest.mark.parametrize(
-    ("n", "fraction"), [(1, 0.5), (7, 0.01), (23, 0.3), (40, 0.77)]
-)
-def test_one_place_is_drawn_from_each_block(n, fraction):
-    at = jnp.arange(n, dtype=jnp.float32)
-    shared = jax.random.split(jax.random.key(3), 200)
-    draw = lambda key: random_k(fraction).encode(at, Keys(key, None))
-    drawn = np.asarray(jax.jit(jax.vmap(draw))(shared), int)
-    sizes = blocks(n, drawn.shape[1])
-    ends = np.cumsum(sizes)
-    assert ends[-1] == n
-    assert np.all((ends - sizes <= drawn) & (drawn < ends))
-    # Every place is reachable: missing one of 200 tries has (1 − 1/s)²⁰⁰ < 3e-13 for
-    # the 7 places of the longest block.
-    assert len(np.unique(drawn)) == n
-
-
-@functools.cache
-def many_random_k(unbiased, draws=5_000):
-    """Decoded arrays of one x of 23 elements (7 blocks, of 4 and 3) for many keys."""
-    c, x = random_k(0.3, unbiased=unbiased), normal(23, seed=5)
-    shared = jax.random.split(jax.random.key(9), draws)
-    batch = jax.jit(jax.vmap(lambda key: there_and_back(c, x, Keys(key, None))))
-    return np.asarray(x, np.float64), np.asarray(batch(shared), np.float64)
-
-
-def test_every_place_of_a_block_is_drawn_equally_often():
-    # Counts are binomial with p = 1/s; 23 of them within 4.5 standard deviations.
-    _, decoded = many_random_k(False)
-    p = 1 / np.repeat(blocks(23, 7), blocks(23, 7))
-    deviation = np.mean(decoded != 0, axis=0) - p
-    assert np.all(np.abs(deviation) < 4.5 * np.sqrt(p * (1 - p) / len(decoded)))
-
-
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_random_k_has_exactly_the_declared_error(unbiased):
-    # In a block B of size s exactly one i survives, uniformly. Unscaled, the error is
-    # |x_B|² − x_i², with mean (1 − 1/s) |x_B|². Scaled by s it is
-    # |x_B|² − x_i² + (s − 1)² x_i², with mean |x_B|² (1 + ((s − 1)² − 1) / s)
-    # = (s − 1) |x_B|². Blocks are independent, so the variances of the sum over
-    # blocks add up, and the mean of N draws deviates by 4.5 sqrt(var / N) at most.
-    x, decoded = many_random_k(unbiased)
-    expected = variance = 0.0
-    for part in np.split(x**2, np.cumsum(blocks(23, 7))[:-1]):
-        s = len(part)
-        errors = part.sum() + (((s - 1) ** 2 - 1) * part if unbiased else -part)
-        factor = s - 1 if unbiased else 1 - 1 / s
-        assert errors.mean() == pytest.approx(factor * part.sum(), rel=1e-12)
-        expected, variance = expected + errors.mean(), variance + errors.var()
-    measured = ((decoded - x) ** 2).sum(axis=1).mean()
-    assert abs(measured - expected) < 4.5 * np.sqrt(variance / len(decoded))
-
-
-def test_unbiased_random_k_is_right_on_average_also_in_unequal_blocks():
-    x, decoded = many_random_k(True)
-    s = np.repeat(blocks(23, 7), blocks(23, 7))
-    bound = 4.5 * np.abs(x) * np.sqrt((s - 1) / len(decoded))
-    assert np.all(np.abs(decoded.mean(axis=0) - x) < bound)
-    # And exactly: a survivor is its value times the size of its block, drawn 1 in s.
-    scaled = np.float32(s) * np.float32(x)
-    np.testing.assert_array_equal(decoded, np.where(decoded != 0, scaled, 0))
-
-
-def test_scaling_does_not_overflow_half_precision_on_the_way():
-    x = np.full(64, 30000.0, np.float16)
-    c, like = random_k(0.25, unbiased=True), jax.ShapeDtypeStruct((64,), jnp.float32)
-    payload = encoder(c)(x, keys())
-    assert np.all(np.asarray(payload) == 30000)
-    wide = jax.jit(lambda payload, keys: c.decode(payload, like, keys))(payload, keys())
-    assert set(wide.tolist()) == {0.0, 120000.0}
-
-
-@pytest.mark.parametrize(("bits", "block"), GRIDS)
-def test_zeros_and_the_largest_entries_come_back_exactly_whatever_the_noise(
-    bits, block
-):
-    # The largest entries sit on the outermost codes: rounding up there would wrap.
-    c = quantize(bits, block=block)
-    draws = jax.random.split(jax.random.key(0), 1000)
-
-    def run(x, key):
-        payload = c.encode(x, Keys(None, key))
-        return payload[0], c.decode(payload, x, Keys(None, None))
-
-    batch = jax.jit(jax.vmap(run, in_axes=(None, 0)))
-    for seed in range(5):
-        x = np.array(normal(16, seed))
-        x[3], x[5] = 0, 1.1 * np.abs(x).max()
-        x[9] = -x[5]
-        codes, decoded = map(np.asarray, batch(x, draws))
-        assert codes.min() == -LEVELS[bits]
-        assert codes.max() == LEVELS[bits]
-        assert np.all(decoded[:, [3, 5, 9]] == x[[3, 5, 9]])
-
-
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), "0.1", True, None])
 @pytest.mark.parametrize("factory", [top_k, random_k])
 def test_a_fraction_outside_zero_to_one_is_refused_with_its_value(factory, fraction):
     with pytest.raises(ValueError, match="above 0 and at most 1") as error:
         factory(fraction)
     assert repr(fraction) in str(error.value)
+
+
+@pytest.mark.parametrize("block", [0, -1, 1.5, True, 2**16 + 1])
+def test_a_block_that_places_do_not_reach_is_refused_with_its_value(block):
+    with pytest.raises(ValueError, match=f"block={block}; .* 1 to 65536"):
+        top_k(0.1, block=block)
+
+
+def test_values_that_are_no_compressor_are_refused_with_the_remedy():
+    with pytest.raises(
+        ValueError, match=r"values must be a Compressor.*quantize\(...\)"
+    ):
+        top_k(0.1, values=quantize)
 
 
 @every_selection

@@ -47,7 +47,10 @@ COMPRESSED = {
     "random_k": (lc.error_feedback(lc.random_k(0.25)), sent_by(lc.random_k(0.25))),
     "int8": (lc.compressed_mean(int8), sent_by(int8)),
     "difference": (lc.difference_feedback(top_k), sent_by(top_k)),
-    "powersgd": (lc.powersgd(2), lambda x: lc.lowrank.low_rank_bytes(x, 2)),
+    "powersgd": (
+        lc.powersgd(2, min_compression=1.0),
+        lambda x: lc.lowrank.low_rank_bytes(x, 2, min_compression=1.0),
+    ),
 }
 MIXING = {"mean": lc.mean(), "gossip": lc.gossip(lc.ring(K))}
 
@@ -188,7 +191,8 @@ METHODS = {
     ),
     "local_sgd": lc.local_sgd(optax.adam(1e-2), period=2),
     "powersgd": optax.chain(
-        lc.per_shard(lc.powersgd(2), SPECS, axes="fsdp"), optax.adam(1e-2)
+        lc.per_shard(lc.powersgd(2, min_compression=1.0), SPECS, axes="fsdp"),
+        optax.adam(1e-2),
     ),
 }
 

@@ -21,7 +21,7 @@ AROUND = [
 # A file imports only from floors below its own.
 FLOORS = [
     {"leaves", "spmd", "folders", "packing"},
-    {"keys", "uniform", "topology", "rows", "manifest", "transport"},
+    {"keys", "uniform", "topology", "rows", "manifest", "transport", "vectors"},
     {
         "compressors",
         "triggers",
@@ -30,6 +30,8 @@ FLOORS = [
         "largest",
         "rotations",
         "peeling",
+        "matrices",
+        "entropy",
         "grids",
     },
     {"schedules", "pulls"},
@@ -53,6 +55,7 @@ FLOORS = [
         "overlap",
         "flattened",
         "talk",
+        "row_means",
         "meter",
         "hlo",
         "network",

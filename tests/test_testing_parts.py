@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import jax
@@ -67,6 +68,8 @@ def test_a_faulty_compressor_breaks_its_law(faulty, law):
         (lc.random_k(0.3, unbiased=True), {"unbiased", "linear"}),
         (lc.quantize(), {"contracts", "unbiased"}),
         (lc.sign(), {"contracts"}),
+        (lc.one_bit(), {"contracts"}),
+        (lc.ternary(), {"unbiased", "linear"}),
     ],
 )
 def test_of_a_compressor_it_says_which_feedback_it_is_fit_for(right, holding):
@@ -74,6 +77,75 @@ def test_of_a_compressor_it_says_which_feedback_it_is_fit_for(right, holding):
     report = testing.check(right, only=laws, **QUIET)
     assert report.failed == ()
     assert {v.law for v in report.verdicts if v.status == "holds"} == holding
+
+
+NEAREST = {bits: lc.quantize(bits, stochastic=False) for bits in (2, 4, 8)}
+TOO_MUCH = [
+    (lc.top_k(0.3), lc.Contraction(lambda n: 0.5), "contracts", "equal entries"),
+    (lc.top_k(0.3), lc.Contraction(lambda n: 0.0), "contracts", r"not in \(0, 1\]"),
+    (lc.top_k(0.3), lc.Unbiased(lambda n: 9.0), "unbiased", "on average"),
+    (lc.quantize(2), lc.Contraction(lambda n: 0.5), "contracts", "loses"),
+    (lc.quantize(2), lc.Unbiased(lambda n: 1.0), "unbiased", "at most 1"),
+    (lc.natural(), lc.Unbiased(lambda n: 0.08), "unbiased", "not at most 0.08"),
+    # Little more than half of what is lost of small entries halfway between two steps.
+    (lc.quantize(4), lc.Unbiased(lambda n: 0.12), "unbiased", "not at most 0.12"),
+    (NEAREST[2], lc.Contraction(lambda n: 0.2), "contracts", "not at most 0.8"),
+    (NEAREST[4], lc.Contraction(lambda n: 0.88), "contracts", "not at most 0.12"),
+    (NEAREST[8], lc.Contraction(lambda n: 0.9995), "contracts", "not at most 0.0005"),
+]
+
+
+@pytest.mark.parametrize(("right", "law", "broken", "said"), TOO_MUCH)
+def test_who_declares_too_much_is_found_out(right, law, broken, said):
+    report = testing.check(right._replace(law=law), only=(broken,), **QUIET)
+    assert report.failed == (broken,)
+    assert re.search(said, report.verdicts[0].why), report.verdicts[0].why
+
+
+def blind(x, keys):
+    """Eight bits of the largest, which on a CPU loses one NaN among 4096."""
+    scale = jnp.max(jnp.abs(x))
+    codes = jnp.round(x / jnp.where(scale > 0, scale, 1) * 127)
+    return jnp.nan_to_num(codes).astype(jnp.int8), scale
+
+
+eighths = lambda payload, like, keys, agreed=None: (
+    payload[0] * (payload[1] / 127)
+).astype(like.dtype)
+
+
+def test_one_nan_that_is_lost_among_many_numbers_is_found_out():
+    report = testing.check(
+        compressor(blind, eighths), claims="shows NaN", only="shows NaN", **QUIET
+    )
+    assert report.failed == ("shows NaN",)
+    assert "nan as one of 4096" in report.verdicts[0].why
+
+
+@pytest.mark.parametrize(
+    "right", [lc.top_k(0.01), lc.random_k(0.01), lc.dct_top_k(2, chunk=8), lc.sign()]
+)
+def test_what_is_left_out_hides_nothing(right):
+    report = testing.check(right, only="shows NaN", **QUIET)
+    assert [v.status for v in report.verdicts] == ["holds"], str(report)
+
+
+def test_workers_that_draw_the_same_noise_are_found_out():
+    inner = lc.quantize()
+    common = inner._replace(
+        encode=lambda x, keys, agreed=None: inner.encode(
+            x, keys._replace(private=keys.shared)
+        )
+    )
+    report = testing.check(common, only="unbiased", **QUIET)
+    assert report.failed == ("unbiased",)
+    assert "keys.private" in report.verdicts[0].why
+
+
+def test_who_declares_nothing_may_lack_what_it_lacks():
+    silent = lc.sign()._replace(law=None)
+    report = testing.check(silent, only=("contracts", "unbiased"), **QUIET)
+    assert [v.status for v in report.verdicts] == ["holds", "lacks it"]
 
 
 def test_a_statistic_is_agreed_on_before_anything_is_encoded():

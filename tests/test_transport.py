@@ -62,6 +62,15 @@ def test_sums_means_and_maxima_are_those_of_each_leaf(backend):
 
 
 @backends
+def test_a_maximum_over_the_workers_does_not_lose_a_nan(backend):
+    x = jnp.array([1.0, 2.0, jnp.nan, 3.0])
+    worker = lambda x: transport.reduce_max((x, jnp.int32(7)), AXIS)
+    numbers, codes = run(worker, x, backend)
+    assert np.isinf(numbers).all()
+    assert (codes == 7).all()
+
+
+@backends
 def test_a_gather_has_what_each_worker_holds_in_their_order(backend):
     x = tree()
     heard = run(lambda x: transport.gather(x, AXIS), x, backend)

@@ -170,9 +170,9 @@ def _sends(
     step = lc.local_step(loss, tx)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
     part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    state = jax.eval_shape(tx.init, one)
     workers = len(jax.tree.leaves(params)[0])
-    sent = lambda t: lc.traffic(step, one, state, part, t, workers=workers).bytes_max
+    begun = lambda params, *rest: step(params, tx.init(params), *rest)
+    sent = lambda t: lc.traffic(begun, one, part, t, workers=workers).bytes_max
     return {t: sent(t) for t in range(steps // 2, steps)}
 
 

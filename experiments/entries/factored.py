@@ -2,6 +2,54 @@
 
 from __future__ import annotations
 
-from ..contracts import Method
+from typing import Any
 
-METHODS: dict[str, Method] = {}
+import lowcomm as lc
+from lowcomm.lowrank import low_rank_bytes
+
+from ..contracts import Method, Sent, Setting, dense
+
+_RANKS, _SAMPLE_EVERY = (1, 2), 2
+
+
+def _edgc(params: Any, s: Setting) -> Sent:
+    """Everything in the warm-up, then factors of the largest rank and who has which.
+
+    For two windows, before the first of which nothing was measured.
+    """
+    warm, whole = s.steps // 4, dense(params)
+    factors = 4 + low_rank_bytes(params, _RANKS[-1], min_compression=1.0)
+    asks = lambda t: 4 * ((t - warm) % _SAMPLE_EVERY == 0)
+    at = lambda t: whole if t < warm else factors + asks(t)
+    return Sent(0, max(whole, factors + 4), at)
+
+
+METHODS: dict[str, Method] = {
+    "dion": Method(
+        lambda inner, s: lc.dion(inner, rank=lc.rank_fraction(0.25)),
+        lambda params, s: Sent(
+            low_rank_bytes(params, lc.rank_fraction(0.25), min_compression=0.0), 0
+        ),
+        exact=0,  # orthogonalization takes square roots
+        smooth=False,
+        exempt={
+            "one worker is the inner optimizer": "its steps have a length of their own",
+        },
+    ),
+    "edgc": Method(
+        lambda inner, s: lc.edgc(
+            inner,
+            ranks=_RANKS,
+            window=2 * s.window,
+            warmup=s.steps // 4,
+            sample_every=_SAMPLE_EVERY,
+            min_compression=1.0,
+        ),
+        _edgc,
+        syncs=None,  # it talks at every step, of which there are several kinds
+        exact=0,  # orthogonalization takes square roots
+        exempt={
+            "one worker is the inner optimizer": "one worker's gradient is compressed",
+        },
+    ),
+}

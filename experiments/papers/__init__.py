@@ -41,6 +41,15 @@ KEYS = (
     "des_loc",
     "quadratic_period",
     "noloco",
+    "error_feedback",
+    "ef21",
+    "dgc",
+    "sparse_loco",
+    "lags_sgd",
+    "one_bit_adam",
+    "lossless_homomorphic",
+    "powersgd",
+    "edgc",
 )
 
 

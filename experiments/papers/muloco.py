@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import lowcomm as lc
+from lowcomm.codebooks import GAUSSIAN, codebook
 
 from .. import panels, toys
-from ..codebook import GAUSSIAN, codebook
 from ..trials import cosine, difference, interval, tuned, tuned_both, values
 from . import Cells, Found, Scale, Verdict
 

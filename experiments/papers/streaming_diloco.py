@@ -12,9 +12,9 @@ import optax
 
 import lowcomm as lc
 from lowcomm.algorithms.streaming import fragments_of
+from lowcomm.codebooks import POWERS, codebook
 
 from .. import panels
-from ..codebook import POWERS, codebook
 from ..letters import letters
 from ..toys import Problem
 from ..trials import cosine, difference, tuned, tuned_both, values

@@ -7,8 +7,9 @@ import optax
 from ..exchange import mean
 from ..feedback import error_feedback
 from ..lowrank import powersgd
-from ..quantizers import sign
+from ..matrices import Rank
 from ..selections import top_k
+from ..signs import sign
 from ..spmd import AXIS, Axis
 from ..sync import Talking, Transformation
 
@@ -42,8 +43,8 @@ def top_k_sgd(
         \text{top}_k(p_i)), \quad
         e_i \leftarrow p_i - \text{top}_k(p_i)
 
-    ``k`` is ``fraction`` of each leaf's entries. Sends k values and k int32 indices a
-    leaf and step.
+    ``k`` is ``fraction`` of each leaf's entries. Sends k values and their places, in 8
+    to 16 bits each, a leaf and step.
 
     Note:
         The residual is in units of gradients, so a learning rate applies when an entry
@@ -104,15 +105,21 @@ def sign_sgd(inner: Transformation, *, axis: Axis = AXIS) -> Talking:
 
 
 def powersgd_sgd(
-    inner: Transformation, *, rank: int = 2, seed: int = 0, axis: Axis = AXIS
+    inner: Transformation,
+    *,
+    rank: Rank = 2,
+    min_compression: float = 2.0,
+    seed: int = 0,
+    axis: Axis = AXIS,
 ) -> Talking:
     r"""Low-rank gradients with error feedback, then ``inner`` (PowerSGD).
 
     .. math:: x \leftarrow x + \text{inner}(P Q^\top)
 
-    with the factors of ``powersgd``. Sends ``rank · (m + n)`` float32 for each matrix
-    ``[m, n]``, and vectors whole. Momentum belongs into ``inner``, after the
-    decompression.
+    with the factors of ``powersgd``, whose ``rank`` and ``min_compression`` these are.
+    Sends ``rank · (m + n)`` float32 for each matrix ``[m, n]``; vectors, and matrices
+    that this makes less than ``min_compression`` times smaller, whole. Momentum belongs
+    into ``inner``, after the decompression.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,4 +135,5 @@ def powersgd_sgd(
         Vogels, Karimireddy and Jaggi, `PowerSGD <https://arxiv.org/abs/1905.13727>`_,
         2019, Algorithms 1 and 2.
     """
-    return optax.chain(powersgd(rank, seed=seed, axis=axis), inner)
+    exchange = powersgd(rank, min_compression=min_compression, seed=seed, axis=axis)
+    return optax.chain(exchange, inner)

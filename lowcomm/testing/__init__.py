@@ -42,9 +42,9 @@ otherwise, their parameters are compared to rounding, for as long as one roundin
 or less at the start stays one: behind a flipped sign nothing can be said.
 
 Of a ``Compressor``: shapes, zero, fixed payload, shared key, repeats, linear, backends
-agree; the properties contracts, unbiased, shows NaN. Of a ``Trigger``: runs, same
-everywhere, backends agree, types constant, repeats, a known step, clock; the property
-NaN fires.
+agree; the properties contracts, unbiased (either with its constant where ``law``
+declares it, which is then a claim), shows NaN. Of a ``Trigger``: runs, same everywhere,
+backends agree, types constant, repeats, a known step, clock; the property NaN fires.
 """
 
 from .checks import Report as Report, Verdict as Verdict, check as check

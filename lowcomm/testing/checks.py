@@ -182,6 +182,8 @@ def check(
     asked = _named("only", laws if only is None else only, laws)
     claimed = _named("claims", claims, laws)
     claimed |= {"workers agree"} if syncs is not None else set()
+    if isinstance(method, Compressor):
+        claimed |= compressors.promised(method)
     _named("exempt", exempt, laws)
     verdicts: list[Verdict] = []
     with warnings.catch_warnings():
