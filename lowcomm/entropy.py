@@ -11,6 +11,7 @@ rank misses as much as the higher one did before. Pure functions, for EDGC.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,12 +82,26 @@ def low_rank_errors(m: int, n: int, *, points: int = 2**14) -> np.ndarray:
     return np.sqrt(squares)
 
 
+def errors_together(shapes: Sequence[tuple[int, int]], most: int) -> np.ndarray:
+    """``g`` of several matrices, the root of the sum of squares, up to rank ``most``.
+
+    Example:
+        >>> print(errors_together([(3, 12), (8, 8)], 8)[[0, 8]])
+        [10.  0.]
+    """
+    squares = np.zeros(most + 1)
+    for (m, n), count in Counter(shapes).items():
+        errors = low_rank_errors(m, n)[: most + 1]
+        squares[: len(errors)] += count * errors**2
+    return np.sqrt(squares)
+
+
 def rank_for(errors: Any, rank: Any, fall: Any, *, power: int = 1) -> jax.Array:
     """The rank whose error is nearest to what ``rank`` missed before, an int32.
 
-    ``errors`` is ``g`` (``low_rank_errors``, or of several matrices the root of the sum
-    of their squares), ``fall`` how far the entropy fell since. With ``power=2`` nearest
-    is said of squared errors, which the fall scales by its exponential's square.
+    ``errors`` is ``g`` (``low_rank_errors``, of several matrices ``errors_together``),
+    ``fall`` how far the entropy fell since. With ``power=2`` nearest is said of squared
+    errors, which the fall scales by its exponential's square.
 
     Example:
         >>> g = low_rank_errors(64, 256)

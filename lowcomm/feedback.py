@@ -221,8 +221,10 @@ def difference_feedback(
     """
     expect_compressor(compressor)
 
-    def rate_of(elements: int) -> float:
+    def rate_of(elements: int) -> Any:
         alpha = rate(elements) if callable(rate) else rate
+        if isinstance(alpha, Tracer):  # by inject_hyperparams
+            return alpha
         if not 0 < alpha <= 1:
             raise ValueError(f"rate {alpha} is outside (0, 1].")
         return float(alpha)

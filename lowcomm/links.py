@@ -105,10 +105,10 @@ def random_pull(
         >>> tx = random_pull(optax.sgd(0.5), probability=0.5, strength=1.0,
         ...                  learning_rate=0.5)
         >>> def worker(x, a):
-        ...     moves, _ = tx.update(x / 3, tx.init(x), x, step=0, anchor=a)
+        ...     moves, _ = tx.update(x / 3, tx.init(x), x, step=1, anchor=a)
         ...     return x + moves
         >>> print(spread(worker)(jnp.full(8, 3.0), jnp.ones(8)))
-        [2. 1. 1. 2. 1. 2. 1. 2.]
+        [1. 2. 2. 1. 1. 1. 2. 2.]
 
     References:
         Naganuma et al., `Pseudo-Asynchronous Local SGD

@@ -37,7 +37,7 @@ from .parts import expect
 from .peeling import ROWS, peel, sketch, support
 from .selections import random_k
 from .spmd import AXIS, Axis, axis_size, vary
-from .talk import admit_shrinking, fitting, left_over
+from .talk import admit_shrinking, check_divergence, fitting, left_over
 from .transport import gather, reduce_max, reduce_mean, reduce_sum, swap
 from .vectors import entries, itemsize, joined
 
@@ -93,6 +93,7 @@ def sparsified(compressor: Compressor, *, seed: int = 0, axis: Axis = AXIS) -> E
         about, within = extra.get("about", "gradients"), extra.get("within")
         admit_shrinking(updates, "sparsified", axis, about, within)
         check_same_leaves("sparsified", state.error, updates)
+        check_divergence(compressor, updates, "sparsified")
         step = uniform.now(step, axis)
         wanted = map_exchanged(lambda u, e: precise(u) + e, updates, state.error)
         count = itertools.count()

@@ -34,6 +34,7 @@ from .spmd import AXIS, Axis
 from .talk import (
     PerLeaf,
     admit_shrinking,
+    check_divergence,
     expect_compressor,
     left_over,
     talk,
@@ -111,6 +112,7 @@ def masked_feedback(
     ):
         admit_shrinking(updates, "masked_feedback", axis, about, within)
         check_same_leaves("masked_feedback", state.unsent, updates)
+        check_divergence(compressor, updates, "masked_feedback")
         grads = map_leaves(lambda v, g: precise(g), state.unsent, updates)
         pushes, pace = gather_pace.update(
             grads, state.momentum, params, step=step, **extra

@@ -36,6 +36,7 @@ Rank: TypeAlias = int | Callable[[str, tuple[int, ...]], int]
 
 _OUTER = 8  # up to this rank a sum of outer products is the faster
 _LOW = 32  # up to this rank one column after the other is fast enough
+_NOTHING = 32  # roundings of a column's length: no more is left of a dependent one
 
 
 class Factors(NamedTuple):
@@ -67,7 +68,7 @@ def factors(
 def orthonormal(matrices: Sequence[jax.Array]) -> list[jax.Array]:
     """An orthonormal basis ``[m, rank]`` of each one's columns, all of a shape at once.
 
-    At low ranks a column that depends on those before it, to rounding, becomes zero.
+    A column that depends on those before it, to rounding, becomes zero.
     """
     kinds: dict[tuple, list[int]] = {}
     for i, x in enumerate(matrices):
@@ -76,7 +77,7 @@ def orthonormal(matrices: Sequence[jax.Array]) -> list[jax.Array]:
     for (shape, _), places in kinds.items():
         together = jnp.stack([matrices[i] for i in places])
         if shape[-1] > _LOW:
-            together = jnp.linalg.qr(together)[0]
+            together = _householder(together)
         else:
             # Twice is enough: what a sweep leaves is as small as rounding of unit
             # columns, unless a column was nothing but rounding, and that is dropped.
@@ -86,6 +87,36 @@ def orthonormal(matrices: Sequence[jax.Array]) -> list[jax.Array]:
     return bases
 
 
+def _householder(matrices: jax.Array) -> jax.Array:
+    """The same of ``[b, m, rank]`` by the library, for which many columns are few.
+
+    For a dependent column it returns an arbitrary direction, and takes that out of the
+    columns after it: where there is one, again without it.
+    """
+    columns = _in_range(matrices, axis=1)
+    least = _NOTHING * jnp.finfo(columns.dtype).eps * jnp.linalg.norm(columns, axis=1)
+    basis, triangle = jnp.linalg.qr(columns)
+    along = jnp.abs(jnp.diagonal(triangle, axis1=1, axis2=2))
+    dependent = along <= least
+
+    def again(columns, basis):
+        order = jnp.argsort(dependent, axis=1, stable=True)[:, None]
+        there = ~dependent[:, None]
+        kept = jnp.take_along_axis(columns * there, order, axis=2)
+        kept = jnp.linalg.qr(kept)[0]
+        back = jnp.argsort(order, axis=2)
+        return jnp.where(there, jnp.take_along_axis(kept, back, axis=2), 0)
+
+    kept = lambda columns, basis: basis
+    return lax.cond(jnp.any(dependent), again, kept, columns, basis)
+
+
+def _in_range(columns: jax.Array, axis: int) -> jax.Array:
+    """Vectors along ``axis`` of largest entry one, whose squares stay in range."""
+    size = jnp.max(jnp.abs(columns), axis=axis, keepdims=True)
+    return columns / jnp.where(size == 0, 1, size)
+
+
 def _gram_schmidt(matrices: jax.Array) -> jax.Array:
     """One sweep of modified Gram-Schmidt over the columns of ``[b, m, rank]``.
 
@@ -93,10 +124,8 @@ def _gram_schmidt(matrices: jax.Array) -> jax.Array:
     threads of its own, which wait for each other when cores are taken: of the devices
     simulated on a busy machine each then waits a second for ``[4, 1024, 16]``.
     """
-    rank, smallest = matrices.shape[-1], 32 * jnp.finfo(matrices.dtype).eps
-    rows = jnp.swapaxes(matrices, 1, 2)
-    size = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
-    rows = rows / jnp.where(size == 0, 1, size)  # squares of these stay in range
+    rank, smallest = matrices.shape[-1], _NOTHING * jnp.finfo(matrices.dtype).eps
+    rows = _in_range(jnp.swapaxes(matrices, 1, 2), axis=2)
     norm = lambda v: jnp.sqrt(jnp.sum(v * v, axis=-1))
     before = norm(rows)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .compressors import Compressor
 from .exchange import Exchange, admit, like
@@ -110,7 +111,7 @@ def choco(
     """
     expect(Graph, graph=graph)
     expect(Compressor, compressor=compressor)
-    if not 0 < step_size <= 1:
+    if not isinstance(step_size, Tracer) and not 0 < step_size <= 1:
         raise ValueError(f"step_size {step_size} is outside (0, 1].")
     if len(graph.rounds) != 1:
         raise ValueError(

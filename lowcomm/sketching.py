@@ -159,9 +159,9 @@ def sketched_top_k(
     ``k`` is ``fraction`` of the entries of the whole tree and ``P`` is ``candidates``.
     ``e`` is ``state.error`` (float32 or wider). The sketch only says where to look, so
     nothing is lost: the sum of what was heard and the mean of ``e`` is the mean of the
-    sum of ``u``, exactly. With enough columns this is top-k with error feedback of one
-    worker that has the mean gradient. Sends ``rows · columns`` float32 and then
-    ``P · k`` of them.
+    sum of ``u``, exactly in float32. With enough columns this is top-k with error
+    feedback of one worker that has the mean gradient. Sends ``rows · columns`` float32
+    and then ``P · k`` of them.
 
     Raises:
         ValueError: a fraction outside (0, 1], sizes below 1; at trace, complex leaves,

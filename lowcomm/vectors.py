@@ -25,6 +25,24 @@ def itemsize(tree: PyTree) -> int:
     return jnp.result_type(jnp.float32, *kinds).itemsize
 
 
+def check_vectors(tree: PyTree, name: str) -> None:
+    """Raise where leaves may not be taken as vectors: complex ones, and divided ones.
+
+    ``name`` is who takes them.
+    """
+    if leaves_are_divided():
+        raise ValueError(
+            f"{name} takes leaves as vectors, and this mesh has axes over which the "
+            "compiler divides leaves: put per_shard around it."
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if takes_part(x) and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path) or '(the tree)'}: {name} takes real "
+                "numbers: send real and imaginary part on their own."
+            )
+
+
 def joined(tree: PyTree, name: str) -> tuple[jax.Array, Callable]:
     """The leaves that take part end to end, precise, and the way back.
 
@@ -39,17 +57,7 @@ def joined(tree: PyTree, name: str) -> tuple[jax.Array, Callable]:
         >>> print(vector, back(2 * vector)["w"].shape)
         [1. 1. 0. 0.] (2, 1)
     """
-    if leaves_are_divided():
-        raise ValueError(
-            f"{name} takes the tree as one vector, and this mesh has axes over which "
-            "the compiler divides leaves: put per_shard around it."
-        )
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if takes_part(x) and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
-            raise ValueError(
-                f"leaf {jax.tree_util.keystr(path) or '(the tree)'}: {name} takes real "
-                "numbers: send real and imaginary part on their own."
-            )
+    check_vectors(tree, name)
     n = entries(tree)
     if n >= 2**31:
         raise ValueError(

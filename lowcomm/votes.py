@@ -1,11 +1,13 @@
 r"""Majority votes: the sign of the sum of the workers' signs, in one bit or two.
 
 A vote is the quantized all-reduce of a sign without a scale: the mean of what the
-workers say has the sign of their majority, and that is all that is said of it.
+workers say has the sign of their majority, and that is all that is said of it. Since
+there is no scale to share, the tree travels as one vector, which has fewer rows.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -16,6 +18,7 @@ from .packing import pack, unpack
 from .row_means import mean_of_rows, two_stage_bytes
 from .spmd import AXIS, Axis
 from .talk import admit_shrinking
+from .vectors import entries, joined
 
 
 def majority_vote(*, levels: int = 2, axis: Axis = AXIS) -> Exchange:
@@ -69,10 +72,11 @@ def majority_vote(*, levels: int = 2, axis: Axis = AXIS) -> Exchange:
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):
         admit_shrinking(updates, "majority_vote", axis, about, within)
         # Nothing is drawn, so that any step will do.
+        vector, back = joined(updates, "majority_vote")
         told = mean_of_rows(
-            ballot, updates, name="majority_vote", step=0, seed=0, axis=axis
+            ballot, vector, name="majority_vote", step=0, seed=0, axis=axis
         )
-        return like(updates, told.heard), state
+        return like(updates, back(told.heard)), state
 
     return Exchange(lambda params: optax.EmptyState(), update)
 
@@ -84,7 +88,8 @@ def vote_bytes(tree: PyTree, *, workers: int, levels: int = 2) -> int:
         >>> vote_bytes({"w": jnp.zeros(4096)}, workers=8)  # 9 (64 + 1)
         585
     """
-    return two_stage_bytes(_BALLOTS[levels](), tree, workers=workers)
+    vector = jax.ShapeDtypeStruct((entries(tree),), jnp.float32)
+    return two_stage_bytes(_BALLOTS[levels](), vector, workers=workers)
 
 
 def _plus_or_minus() -> Compressor:

@@ -1,6 +1,15 @@
 """Eight simulated CPU devices for every test, before JAX starts."""
 
+import os
 from pathlib import Path
+
+# Eight devices share the cores with whatever else runs: one that waits for its turn is
+# not stuck, and XLA would abort the process after 40 seconds. (Tests of hangs start
+# processes of their own, with limits of their own.)
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
+)
 
 import jax
 

@@ -102,11 +102,25 @@ def test_no_gradient_is_no_step_and_the_size_of_gradients_does_not_matter():
     np.testing.assert_allclose(squares, 2 * N / M, rtol=64 * EPS)
 
 
-def test_a_mean_gradient_of_rank_one_moves_in_one_direction():
-    u, v = gaussian(M, 1), gaussian(1, N, seed=1)
-    moves, _ = run(np.tile(u @ v, (K, 1, 1, 1)), rank=2)
-    expected = np.sqrt(N / M) * u @ v / np.linalg.norm(u) / np.linalg.norm(v)
-    np.testing.assert_allclose(moves[0, 0], expected, rtol=0, atol=BOUND)
+@pytest.mark.parametrize("rank", [2, 32, 33, 64])
+def test_a_mean_gradient_of_rank_one_moves_in_one_direction(rank):
+    # Above rank 32 another algorithm finds the bases.
+    m, n = (M, N) if rank == 2 else (80, 64)
+    u, v = gaussian(m, 1), gaussian(1, n, seed=1)
+    moves, _ = run(np.tile(u @ v, (K, 2, 1, 1)), rank=rank)
+    expected = np.sqrt(n / m) * u @ v / np.linalg.norm(u) / np.linalg.norm(v)
+    np.testing.assert_allclose(moves[0], [expected] * 2, rtol=0, atol=BOUND)
+
+
+def test_a_mean_gradient_of_a_few_examples_moves_within_their_directions():
+    m, few, rank = 256, 8, 64
+    mean = gaussian(m, few) @ gaussian(few, m, seed=1)
+    moves = np.asarray(run(np.tile(mean, (K, 3, 1, 1)), rank=rank)[0][0], float)
+    basis = np.linalg.qr(mean[:, :few].astype(float))[0]
+    # Eight directions of length one; rounding of the columns is a thousandth of none.
+    np.testing.assert_allclose(np.square(moves).sum((1, 2)), few, rtol=1e-3)
+    outside = moves - basis @ (basis.T @ moves)
+    assert np.abs(outside).max() < 1e-3
 
 
 def test_vectors_and_rank_zero_are_mean_gradients_for_another_optimizer():
@@ -142,6 +156,14 @@ def test_what_is_not_finite_is_heard_and_forgotten():
     assert np.isnan(np.asarray(moves)[:, 0]).any(axis=(1, 2)).all()
     assert np.isfinite(moves[:, 1:]).all()
     assert np.isfinite(state.momentum).all()
+
+
+def test_momentum_may_be_injected():
+    make = optax.inject_hyperparams(dion, static_args=("inner", "rank"))
+    tx = make(optax.identity(), rank=2, momentum=0.5)
+    plain = dion(optax.identity(), rank=2, momentum=0.5)
+    move = lambda tx: jax.jit(spread(lambda g: tx.update(g, tx.init(g), g)[0]))
+    np.testing.assert_array_equal(move(tx)(STREAM[:, 0]), move(plain)(STREAM[:, 0]))
 
 
 def test_misuse_is_refused():

@@ -180,17 +180,25 @@ def test_bytes_follow_the_ranks():
 
 def test_each_kind_of_step_sends_what_it_says():
     tree = {"w": jnp.ones((M, N)), "small": jnp.ones((8, 6)), "b": jnp.ones(N)}
-    read = lambda tx, t: (
-        lc.traffic(
-            lambda g: tx.update(g, tx.init(g), g, step=t), tree, workers=K
-        ).bytes_max
-    )
-    factors, whole = low_rank_bytes(tree, 8), 4 * (M * N + 8 * 6 + N)
-    sent = [whole, whole, factors + 8, factors + 4, factors + 4, factors + 8]
+    tree["other"] = tree["w"]
+
+    def read(tx, t):
+        """At step ``t``, after two of warm-up."""
+
+        def worker(g):
+            state, inner = tx.init(g)
+            control = state.control._replace(exchanges=vary(jnp.int32(t - 2), AXIS))
+            return tx.update(g, (state._replace(control=control), inner), g, step=t)
+
+        counts = jax.jit(lc.spread(lc.meter(worker)))(lc.stack(tree, K))[1]
+        return lc.traffic(worker, tree, workers=K).bytes(np.asarray(counts)[0])
+
+    factors, whole = 4 + low_rank_bytes(tree, 8), 4 * (2 * M * N + 8 * 6 + N)
+    sent = [whole, whole, factors + 8, factors, factors, factors + 8]
     assert [read(make(sample_every=3), t) for t in range(6)] == sent
-    # Of one rank nobody needs to be asked.
-    alone = low_rank_bytes(tree, 2)
-    sent = [whole, whole, alone + 4, alone, alone]
+    # Of one rank nobody needs to be asked, but when to take the entropy.
+    alone = 4 + low_rank_bytes(tree, 2)
+    sent = [whole, whole, alone + 8, alone, alone]
     assert [read(make(ranks=(2,), sample_every=3), t) for t in range(5)] == sent
 
 
@@ -206,7 +214,8 @@ def test_the_compiled_branches_send_what_the_program_says():
         if row.guard:
             branches.setdefault(row.guard, []).append(row.bytes)
     found = [sum(part) for part in branches.values()]
-    assert found == [low_rank_bytes(tree, rank) for rank in RANKS]
+    factors = [low_rank_bytes(tree, rank) for rank in RANKS]
+    assert found == [*factors, 4]  # and an entropy
 
 
 def test_a_matrix_goes_whole_where_its_rank_saves_nothing():
@@ -225,16 +234,80 @@ def test_a_matrix_goes_whole_where_its_rank_saves_nothing():
     assert residual[:, 8:].any(axis=(2, 3)).all()
 
 
-def test_a_matrix_of_zeros_and_one_that_is_not_finite_decide_nothing():
-    stream = {"w": falling([0.1, 0.0]), "zero": np.zeros((K, 20, M, N), np.float32)}
+@pytest.mark.parametrize("silent", [slice(2, 5), slice(5, 20, 2), slice(6, None)])
+def test_a_matrix_that_is_silent_for_a_while_decides_nothing(silent):
+    # In the first window, at every other step after it, or from some step on.
+    stream = {"w": falling(FALLS), "silent": falling(FALLS, seed=1) * 1e-3}
+    both = windows(run(stream)[1])
+    stream["silent"][:, silent] = 0
     _, state = run(stream)
     assert np.isfinite(state.control.reference).all()
+    assert windows(state) == both == [8, 8, 8, 6, 2, 6]
+    one = run({"w": stream["w"], "zero": 0 * stream["w"]})[1]
+    assert windows(one) == both
+
+
+def test_no_gradient_at_all_and_one_that_is_not_finite_decide_nothing():
     bad = falling([0.0, 0.5])
     bad[1, 6] = np.nan
     _, state = run(bad)
     samples = np.asarray(state.control.samples)[0]
     assert samples[:11].tolist() == [0, 0, 1, 2, 0, 1, 1, 0, 1, 2, 0]
     assert windows(state)[:4] == [8, 8, 8, 4]
+    still = falling([0.0, 0.5])
+    still[:, 8:14] = 0
+    assert windows(run(still)[1]) == [8, 8, 8, 8, 8, 4]
+
+
+def test_in_rounds_windows_and_samples_count_syncs():
+    # Syncs on steps 7, 15, 23 …, of which no number is a multiple of ten.
+    options = {"ranks": (1, 2, 4), "window": 20, "sample_every": 10}
+    tx = lc.rounds(
+        optax.sgd(1.0),
+        optax.sgd(1.0),
+        exchange=edgc(optax.identity(), **options, warmup=0, min_compression=1.0),
+        when=lc.every(8),
+    )
+
+    def worker(g):
+        def step(carry, t):
+            x, state = carry
+            shrunk = g * jnp.where(t < 160, 1.0, 0.5)
+            moves, state = tx.update(shrunk, state, x, step=t)
+            return (x + moves, state), optax.tree.get(state, "control")
+
+        carry = vary((jnp.zeros_like(g), tx.init(g)), AXIS)
+        return lax.scan(step, carry, jnp.arange(320))[1]
+
+    control = jax.jit(lc.spread(worker))(gaussian(K, M, N))
+    ended = np.asarray(control.windows)[0]
+    assert ended[[158, 159, 318, 319]].tolist() == [0, 1, 1, 2]
+    assert np.asarray(control.samples)[0, [6, 7, 87, 159]].tolist() == [0, 1, 2, 0]
+    assert np.asarray(control.rank)[:, [318, 319]].tolist() == [[4, 1]] * K
+
+
+@pytest.mark.parametrize(
+    ("shape", "highest"), [((32, 32), 4), ((64, 64), 8), ((9, 9), 2)]
+)
+def test_ranks_that_send_everything_whole_are_left_out(shape, highest):
+    if shape == (9, 9):
+        options = {"min_compression": 0.0, "ranks": (2, 9, 32)}
+    else:
+        options = {"ranks": (2, 4, 8, 16, 32)}
+    tx = make(**options)
+    g = gaussian(2, 1, *shape)
+
+    def worker(g):
+        def step(carry, t):
+            scale = jnp.where(t < 5, 1.0, 0.1)
+            _, state = tx.update(scale * g, carry, g, step=t)
+            return state, state[0].control.rank
+
+        return lax.scan(step, vary(tx.init(g), AXIS), jnp.arange(16))[1]
+
+    ranks = np.asarray(jax.jit(lc.spread(worker))(g[:, 0]))
+    down = np.maximum(2, highest - 4 * np.arange(4))
+    assert ranks[0, [4, 7, 10, 13]].tolist() == down.tolist()
 
 
 def test_a_run_goes_on_from_any_step():

@@ -29,15 +29,16 @@ def path(tx, stream, backend="vmap"):
     """The updates and states of stacked gradients ``[K, T, …]``."""
 
     def worker(stream):
-        state, out = tx.init(stream[0]), []
+        grads = [jax.tree.map(lambda g, t=t: g[t], stream) for t in range(T)]
+        state, out = tx.init(grads[0]), []
         for t in range(T):
-            moves, state = tx.update(stream[t], state, stream[0], step=t)
+            moves, state = tx.update(grads[t], state, grads[0], step=t)
             out.append((moves, state))
         return jax.tree.map(lambda *xs: jnp.stack(xs), *out)
 
     mesh = worker_mesh(K) if backend == "mesh" else None
     moves, state = jax.jit(spread(worker, mesh=mesh))(stream)
-    return np.asarray(moves), jax.tree.map(np.asarray, state[0])
+    return jax.tree.map(np.asarray, (moves, state[0]))
 
 
 def oracle(stream, warmup):
@@ -87,6 +88,15 @@ def test_no_momentum_is_lost_and_all_workers_hold_the_same(backend):
     left = state.exchange.error.mean(0)[-1] + state.exchange.shard[:, -1].ravel()
     heard = mu[warmup:].sum(0) + left
     np.testing.assert_allclose(heard, begun.sum(0), atol=32 * T * EPS * 4)
+
+
+def test_a_leaf_of_small_gradients_moves_as_if_they_were_large():
+    # A power of two scales all that is summed and its root, and no ε is in the way.
+    tx = one_bit_adam(optax.sgd(1.0), warmup=2, b1=B1, b2=B2, eps=0.0)
+    large = {"w": gradients(), "b": gradients(seed=1)[..., :5]}
+    small = large | {"b": large["b"] * np.float32(2.0**-10)}
+    moves, _ = path(tx, large)
+    jax.tree.map(np.testing.assert_array_equal, path(tx, small)[0], moves)
 
 
 def test_what_had_no_gradient_in_the_warmup_never_moves():

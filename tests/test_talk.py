@@ -12,14 +12,21 @@ from lowcomm import (
     Compressor,
     PerLeaf,
     compressed_mean,
+    count_sketch,
+    dgc,
+    diana,
+    ef21,
     error_feedback,
+    masked_feedback,
     natural,
     payload_bytes,
     quantize,
     random_k,
     sign,
+    sparsified,
     spread,
     top_k,
+    two_stage_feedback,
 )
 from lowcomm.ledger import traffic
 from tests.test_feedback import K, N, T, constant, integers, largest, listen, on_both
@@ -139,3 +146,36 @@ def test_what_is_finite_in_half_precision_stays_so(exchange):
     heard = spread(lambda g: tx.update(g, tx.init(g), step=0)[0])(g)
     assert heard.dtype == jnp.float16
     assert heard.max() == jnp.finfo(jnp.float16).max
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        error_feedback,
+        lambda c: masked_feedback(c, optax.trace(0.9)),
+        sparsified,
+        two_stage_feedback,
+    ],
+)
+@pytest.mark.parametrize(
+    "compressor", [random_k(0.1, unbiased=True), count_sketch(1, 0.1)]
+)
+def test_no_memory_takes_a_compressor_of_which_it_would_grow(memory, compressor):
+    tx, g = memory(compressor), {"w": jnp.ones((2, 64))}
+    with pytest.raises(ValueError, match="would grow for ever"):
+        spread(lambda g: tx.update(g, tx.init(g), step=0)[0])(g)
+
+
+def test_a_traced_rate_or_momentum_is_let_through():
+    # As inject_hyperparams hands them on; of numbers the range is checked.
+    def worker(g, number):
+        made = (
+            ef21(optax.sgd(1.0), top_k(0.5), momentum=number),
+            diana(optax.sgd(1.0), quantize(8), rate=number),
+            dgc(optax.sgd(1.0), fraction=0.5, momentum=number, clip=number),
+            optax.chain(error_feedback(top_k(0.5), decay=number), optax.sgd(1.0)),
+        )
+        return [tx.update(g, tx.init(g), g, step=0)[0] for tx in made]
+
+    moves = jax.jit(spread(worker, in_axes=(0, None)))(jnp.ones((2, 4)), 0.5)
+    assert all(np.isfinite(move).all() for move in moves)

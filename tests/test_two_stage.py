@@ -12,7 +12,17 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
-from lowcomm import Compressor, per_shard, quantize, rounds, sign, top_k
+from lowcomm import (
+    Compressor,
+    count_sketch,
+    one_bit,
+    per_shard,
+    quantize,
+    random_k,
+    rounds,
+    sign,
+    top_k,
+)
 from lowcomm.ledger import traffic
 from lowcomm.row_means import two_stage_bytes
 from lowcomm.spmd import AXIS, vary, worker_mesh
@@ -55,10 +65,20 @@ def listener(tx, backend):
 
 
 def rows_of(x, k=K):
-    """``[…, n]`` in rows of as many entries, the last filled up with zeros."""
+    """``[…, n]`` in rows of as many entries; what the last ones lack are zeros."""
     size = -(-x.shape[-1] // k)
     pad = [(0, 0)] * (x.ndim - 1) + [(0, k * size - x.shape[-1])]
     return np.pad(x, pad).reshape(*x.shape[:-1], k, size)
+
+
+def own_rows(x, k=K):
+    """The same, but a row that has some entries begins again where it ends."""
+    rows = rows_of(x, k)
+    whole, rest = divmod(x.shape[-1], rows.shape[-1])
+    if rest:
+        again = whole * rows.shape[-1] + np.arange(rows.shape[-1]) % rest
+        rows[..., whole, :] = x[..., again]
+    return rows
 
 
 def signs(x):
@@ -79,18 +99,44 @@ def test_an_exact_compressor_gives_the_mean_of_any_tree(exchange, k):
             assert (heard[name] == value.mean(0)).all()
         assert (heard["n"] == others["n"]).all()
         assert heard["empty"].shape == (k, 0)
+    assert (once(exchange(ALL), others)["n"] == others["n"]).all()
 
 
 @on_both
 @pytest.mark.parametrize("n", [32, 29, 3])
 def test_signs_of_means_of_signs_are_those_of_numpy(backend, n):
-    # Rows of 8 have scales exact in binary; a row's padding counts among them.
+    # Rows of 8 have scales exact in binary; the last is filled up from its own.
     x = integers(K, n)
-    said = signs(rows_of(x))
-    inside = rows_of(np.ones(n)) == 1
-    mean = np.where(inside, said.mean(0), 0)
+    said = signs(own_rows(x)).reshape(K, -1)[:, :n]
+    mean = own_rows(said.mean(0))
     heard = once(two_stage(sign()), x, backend)
     np.testing.assert_array_equal(heard, [signs(mean).ravel()[:n]] * K)
+
+
+@both
+@pytest.mark.parametrize("n", [9, 65, 5])
+def test_no_padding_enters_a_scale(exchange, n):
+    # The last row of 9 entries has one of its two, and that of 65 two of its nine; 5
+    # leave rows empty. Averaged with a zero twice, a one would be heard as a quarter.
+    x = np.ones((8, n), np.float32)
+    for compressor, sent in ((sign(), x), (one_bit(), -x)):
+        tx = exchange(compressor)
+        worker = lambda x, tx=tx: tx.update(x, tx.init(x), step=0)
+        heard, left = jax.jit(spread(worker))(sent)
+        np.testing.assert_array_equal(heard, sent)
+        assert not any(np.any(kept) for kept in jax.tree.leaves(left))
+
+
+def test_no_leaf_shares_a_scale_a_statistic_or_a_coin_with_another():
+    x = {"a": integers(K, 32), "b": integers(K, 30, seed=1) * 1024}
+    for compressor in (sign(), NEAREST):
+        tx = two_stage(compressor)
+        for name, heard in once(tx, x).items():
+            np.testing.assert_array_equal(heard, once(tx, x[name]))
+    half = np.full((K, K * 64), 0.5, np.float32)
+    half[:, ::64] = 127
+    tossed = once(two_stage(quantize()), {"a": half, "b": half})
+    assert (tossed["a"] != tossed["b"]).any()
 
 
 def test_the_error_is_half_a_step_of_each_worker_s_grid_and_half_of_the_mean_s():
@@ -267,3 +313,6 @@ def test_what_does_not_fit_is_refused_with_the_remedy():
         once(two_stage(ALL), {"c": jnp.zeros((K, 2), jnp.complex64)})
     with pytest.raises(ValueError, match="must be a Compressor"):
         two_stage(sign)
+    for growing in (random_k(0.1, unbiased=True), count_sketch(3, 0.05)):
+        with pytest.raises(ValueError, match=r"\['w'\]: of 100 .* grow for ever"):
+            once(two_stage_feedback(growing), {"w": jnp.zeros((K, 400))})

@@ -37,10 +37,11 @@ def path(tx, stream, backend="vmap", start=0.0):
     """Parameters, states and the models workers stand for, ``[K, T, …]``."""
 
     def worker(stream):
-        x = jnp.full_like(stream[0], start)
+        grads = [jax.tree.map(lambda g, t=t: g[t], stream) for t in range(T)]
+        x = jax.tree.map(lambda g: jnp.full_like(g, start), grads[0])
         state, out = tx.init(x), []
         for t in range(T):
-            moves, state = tx.update(stream[t], state, x, step=t)
+            moves, state = tx.update(grads[t], state, x, step=t)
             x = apply_updates(x, moves, state)
             out.append((x, state, consensus(state, x)))
         return jax.tree.map(lambda *xs: jnp.stack(xs), *out)
@@ -138,6 +139,22 @@ def test_a_rate_of_zero_at_first_hides_no_momentum():
     m = B1 * m + (1 - B1) * stream[:, 1].mean(0)
     np.testing.assert_allclose(state.mu[:, 1], [m] * K, atol=8 * EPS)
     assert rates[0] > 0
+
+
+def test_a_leaf_of_small_gradients_moves_as_if_they_were_large():
+    # A power of two scales all that is summed and its root, and no ε is in the way.
+    tx = zero_one_adam(0.125, period=2, refresh=every(1), b1=B1, b2=B2, eps=0.0)
+    large = {"w": gradients(), "b": gradients()[..., 3:8]}
+    small = large | {"b": large["b"] * np.float32(2.0**-10)}
+    jax.tree.map(np.testing.assert_array_equal, path(tx, small)[0], path(tx, large)[0])
+
+
+def test_an_empty_leaf_in_half_precision_rides_along():
+    tx = zero_one_adam(0.125, period=2)
+    x = {"w": jnp.ones((K, 3)), "e": jnp.zeros((K, 0, 3), jnp.bfloat16)}
+    step = lambda x, t: tx.update(x, tx.init(x), x, step=t)[0]
+    moves = jax.jit(spread(step, in_axes=(0, None)))(x, jnp.int32(1))
+    assert moves["e"].shape == (K, 0, 3)
 
 
 def test_zero_gradients_change_nothing():

@@ -272,9 +272,10 @@ def draw(found: Mapping[str, Any], figure: Any) -> None:
         at = row.bits, max(row.errors[-1], 1e-6)
         colour = COLOURS[i % len(COLOURS)]
         left.plot(*at, "o", color=colour, markersize=4)
-        left.annotate(row.operator, at, (4, 3), textcoords="offset points", fontsize=6)
+        aside = (0, (4, -10)[i % 2])  # neighbours in the table often lie together
+        left.annotate(f"{i + 1}", at, aside, textcoords="offset points", fontsize=7)
         pays = max(row.break_even, row.two_stages)
-        right.barh(row.operator, pays, color=colour, alpha=0.55)
+        right.barh(f"{row.operator}  {i + 1}", pays, color=colour, alpha=0.55)
     left.set(xscale="log", yscale="log", xlabel="bits an element on the wire")
     left.set_ylabel(f"relative error, gradient of {TASKS[-1]}")
     right.set(xscale="log", xlabel="pays below, Mbit/s")

@@ -6,6 +6,7 @@ from typing import Any
 
 import lowcomm as lc
 from lowcomm.lowrank import low_rank_bytes
+from lowcomm.matrices import leaf_ranks
 
 from ..contracts import Method, Sent, Setting, dense
 
@@ -19,9 +20,10 @@ def _edgc(params: Any, s: Setting) -> Sent:
     """
     warm, whole = s.steps // 4, dense(params)
     factors = 4 + low_rank_bytes(params, _RANKS[-1], min_compression=1.0)
-    asks = lambda t: 4 * ((t - warm) % _SAMPLE_EVERY == 0)
+    entropies = 4 * sum(r > 0 for r in leaf_ranks(params, _RANKS[0], 1.0))
+    asks = lambda t: entropies * ((t - warm) % _SAMPLE_EVERY == 0)
     at = lambda t: whole if t < warm else factors + asks(t)
-    return Sent(0, max(whole, factors + 4), at)
+    return Sent(0, max(whole, factors + entropies), at)
 
 
 METHODS: dict[str, Method] = {

@@ -11,7 +11,7 @@ from lowcomm.votes import vote_bytes
 from ..contracts import Method, Sent, Setting, dense
 
 _COMPRESSED = "one worker's gradient is compressed too"
-_ROWS = "every row has a scale of its own, and there are as many as workers"
+_ROWS = "every row of a leaf has its own scale, and there are as many as workers"
 _OWN_ROW = "each worker keeps what was not said of its own row"
 _FEEDBACK = {
     "one worker is the inner optimizer": _COMPRESSED,

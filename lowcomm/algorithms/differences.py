@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import optax
+from jax.core import Tracer
 
 from ..compressors import Compressor, Unbiased
 from ..feedback import difference_feedback
@@ -39,7 +40,8 @@ def ef21(
         ``h`` starts from zeros, so that after the first exchange it is C(v), as the
         paper has it begin; with the identity for C this is ``inner`` on the mean
         gradient. ``v`` starts from zeros too, where the paper takes a first gradient:
-        the first steps are shorter, as those of any moving average are.
+        the first steps are shorter, as those of any moving average are. A NaN stays in
+        ``v`` for ever, as in Adam's moments: ``skip_nonfinite`` keeps it out.
 
     Example:
         Two workers whose optima differ: without any floor they find the mean of them.
@@ -63,10 +65,11 @@ def ef21(
         2021, Algorithm 2. Fatkhullin, Tyurin and Richtárik, `Momentum Provably Improves
         Error Feedback! <https://arxiv.org/abs/2305.15155>`_, 2023, Algorithm 1.
     """
-    if not 0 <= momentum < 1:
+    injected = isinstance(momentum, Tracer)  # by inject_hyperparams
+    if not injected and not 0 <= momentum < 1:
         raise ValueError(f"momentum {momentum} is outside [0, 1); 0 is none.")
     exchange = difference_feedback(compressor, axis=axis)
-    if momentum == 0:
+    if not injected and momentum == 0:
         return optax.chain(exchange, inner)
     smooth = _precisely(optax.ema(momentum, debias=False))
     return optax.chain(smooth, exchange, inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 
 from .. import uniform
-from ..entropy import gaussian_entropy, low_rank_errors, next_rank, sample
+from ..entropy import errors_together, gaussian_entropy, next_rank, sample
 from ..exchange import Exchange, like
 from ..keys import leaf_keys
 from ..leaves import PyTree, check_same_leaves, exchanged
@@ -32,12 +31,15 @@ class RankControl(NamedTuple):
     windows: jax.Array  # int32, how many there were
     entropy: jax.Array  # the sum of this window's samples, in nats
     samples: jax.Array  # int32, how many there are
+    exchanges: jax.Array  # int32, how many were compressed
+    first: jax.Array  # [matrices], the sums of each one's samples in the first window
+    seen: jax.Array  # [matrices] int32, how many those are
 
 
 class EDGCState(NamedTuple):
     """State of ``edgc``; None for leaves that travel whole at every rank."""
 
-    query: PyTree  # the last right factor, [n, largest rank]: the same on all
+    query: PyTree  # the last right factor, [n, highest rank]: the same on all
     residual: PyTree  # what this worker has not managed to say yet
     control: RankControl
 
@@ -68,20 +70,25 @@ def edgc(
     (``lowcomm.entropy.low_rank_errors``; of several, the root of the sum of squares);
     ``P`` and ``Q`` are those of ``powersgd``, and so is the residual.
 
-    The first ``warmup`` steps send everything, a tenth of a training in the paper. Then
-    come windows of ``window`` steps. In each, every ``sample_every``-th step takes the
-    entropy of a random fraction ``sampled`` of each matrix's raw gradient, before any
-    residual; ``H`` is the mean over the matrices, the workers and the window. The first
-    window has the largest of ``ranks`` and sets the reference ``H_0``, ``r_0``; at the
-    end of every other the rank moves towards the rule's, by at most ``change``, within
-    the smallest and the largest of ``ranks``. Sent is the least of ``ranks`` that is no
-    lower: the program has a branch for each, so that fewer bytes are sent, not zeros.
-    A new rank keeps the residual and the leading columns of ``Q``; columns that were
-    not in use are drawn anew.
+    Up to step ``warmup`` everything is sent. Then come windows of ``window`` exchanges:
+    all steps, or in ``rounds`` the syncs. In each, every ``sample_every``-th exchange
+    takes the entropy of a random fraction ``sampled`` of each matrix's raw gradient,
+    before any residual; ``H`` is the mean over the matrices, the workers and the
+    window. A matrix that is zero has none: each is compared with itself alone, and only
+    those of both windows count. The first window has the highest rank and sets the
+    reference ``H_0``, ``r_0``; at the end of every other the rank moves towards the
+    rule's, by at most ``change``, within the smallest and the largest of ``ranks``.
+    Sent is the least of ``ranks`` that is no lower: the program has a branch for each,
+    so that fewer bytes are sent, not zeros. A new rank keeps the residual and the
+    leading columns of ``Q``; columns that were not in use are drawn anew.
+
+    Ranks at which all matrices would be sent whole are left out. The default ones suit
+    matrices well above 64: with ``min_compression`` 2 they compress ``64 × 64`` up to
+    rank 8, and ``128 × 128`` up to 16. Under ``per_shard`` each shard chooses its own.
 
     Sends, beside vectors and small matrices, ``rank · (m + n)`` float32 a matrix and
-    step in two all-reduces, 4 bytes a step to agree on the rank, and 4 on those that
-    take the entropy; in the warm-up the gradients.
+    exchange in two all-reduces, 4 bytes an exchange to agree on the rank and on taking
+    the entropy, and 4 a matrix where it is taken; in the warm-up the gradients.
 
     Raises:
         ValueError: ranks that do not grow from 1 or more; window < sample_every,
@@ -93,11 +100,12 @@ def edgc(
         a Gaussian model; whether the paper states it for the error or its square is not
         known, and the rank is the same (``error_power``). Sources disagree on how much
         is sampled (a tenth or a hundredth of the steps; a tenth, a quarter or all of
-        the entries). There is one rank for all matrices: one for each would need a
-        branch for each combination. The mean of entropies compares every matrix with
-        itself; one of zeros counts as zero. The rule saturates: a fall of a few
-        tenths of a nat asks for the smallest of ``ranks``, whose choice then matters
-        most, and scaling the loss looks to it like a fall.
+        the entries), a window of 1000 is that of a summary, and the limit of ``change``
+        and a warm-up of a tenth of the training are an industrial port's. There is one
+        rank for all matrices: one for each would need a branch for each combination.
+        The rule saturates: a fall of a few tenths of a nat asks for the smallest of
+        ``ranks``, whose choice then matters most, and scaling the loss looks to it like
+        a fall.
 
     Example:
         Gradients that shrink are sent at a lower rank.
@@ -119,7 +127,7 @@ def edgc(
         Yi et al., `EDGC: Entropy-driven Dynamic Gradient Compression for Efficient LLM
         Training <https://arxiv.org/abs/2511.10333>`_, 2025.
     """
-    rule = _Rule(
+    options = _Rule(
         tuple(ranks),
         window,
         warmup,
@@ -131,17 +139,20 @@ def edgc(
         seed,
         axis,
     )
-    _check(rule)
-    most = rule.ranks[-1]
+    _check(options)
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
-        low = rule.at_least(params)
+        rule = options.fitted(params)
+        low, most = rule.at_least(params), rule.ranks[-1]
         put = lambda parts: jax.tree.unflatten(treedef, parts)
         query = put(first_directions(leaves, [most * (r > 0) for r in low], seed))
-        none, nothing = jnp.int32(0), jnp.float32(0)
-        control = RankControl(jnp.int32(most), nothing, none, nothing, none)
         residual = put(no_residuals(leaves, low))
+        each = max(1, sum(r > 0 for r in low))  # checkpoints hold no empty arrays
+        real = lambda *shape: jnp.zeros(shape, jnp.float32)
+        count = lambda *shape: jnp.zeros(shape, jnp.int32)
+        parts = real(), count(), real(), count(), count(), real(each), count(each)
+        control = RankControl(jnp.int32(most), *parts)
         return EDGCState(vary(query, axis), residual, vary(control, axis))
 
     def update(
@@ -155,7 +166,7 @@ def edgc(
         **extra,
     ):
         admit_shrinking(updates, "edgc", axis, about, within)
-        step = uniform.now(step, axis)
+        step, rule = uniform.now(step, axis), options.fitted(updates)
         low = low_part(updates, rule.at_least(updates))
         check_same_leaves("edgc", state.residual, low)
 
@@ -163,17 +174,19 @@ def edgc(
             return like(updates, reduce_mean(exchanged(updates), axis)), state
 
         def compressed(updates, state):
-            rank = state.control.rank
+            rank, count = state.control.rank, state.control.exchanges
             index = jnp.sum(rank > jnp.array(rule.ranks), dtype=jnp.int32)
+            # One number says which rank it is and whether to take the entropy.
+            agreed = reduce_max(2 * index + (count % sample_every == 0), axis)
             heard, query, residual = uniform.switch(
-                reduce_max(index, axis),
+                agreed // 2,
                 [lambda *args, r=r: _at_rank(rule, r, step, *args) for r in rule.ranks],
                 updates,
                 state.query,
                 state.residual,
                 axis=axis,
             )
-            control = _controlled(rule, step, low, state.control)
+            control = _controlled(rule, agreed % 2 == 1, step, low, state.control)
             return heard, EDGCState(query, residual, control)
 
         if not jax.tree.leaves(low):
@@ -201,6 +214,16 @@ class _Rule(NamedTuple):
     def at(self, tree: PyTree, rank: int) -> list[int]:
         """The rank of each leaf where it is ``rank`` for all."""
         return leaf_ranks(tree, rank, self.min_compression)
+
+    def fitted(self, tree: PyTree) -> _Rule:
+        """Without the ranks at which nothing is missed of any matrix of ``tree``."""
+        leaves = jax.tree.leaves(tree)
+        misses = lambda rank: any(
+            0 < r < min(size_of(x.shape))
+            for r, x in zip(self.at(tree, rank), leaves, strict=True)
+        )
+        some = tuple(r for r in self.ranks if misses(r))
+        return self._replace(ranks=some or self.ranks[:1])
 
     def at_least(self, tree: PyTree) -> list[int]:
         """The rank of each leaf where it is lowest; 0 goes whole at all of them."""
@@ -262,22 +285,32 @@ def _at_rank(
 
 
 def _controlled(
-    rule: _Rule, step: Any, low: PyTree, control: RankControl
+    rule: _Rule, asks: Any, step: Any, low: PyTree, control: RankControl
 ) -> RankControl:
-    """What is known and decided after this step."""
-    entropy = uniform.cond(
-        uniform.decide(lambda t: (t - rule.warmup) % rule.sample_every == 0, step),
-        lambda tree: _mean_entropy(rule, step, tree),
-        lambda tree: jnp.float32(jnp.nan),
+    """What is known and decided after this exchange, which takes the entropy or not."""
+    entropies = uniform.cond(
+        asks,
+        lambda tree: _entropies(rule, step, tree),
+        lambda tree: jnp.full_like(control.first, jnp.nan),
         low,
         axis=rule.axis,
     )
-    taken = jnp.isfinite(entropy)
+    heard, known = jnp.isfinite(entropies), control.windows > 0
+    first = control.first + jnp.where(heard & ~known, entropies, 0)
+    seen = control.seen + (heard & ~known)
+    # In later windows each matrix is compared with itself: those that are missing in
+    # either window count as having changed like the others.
+    both = heard & (seen > 0)
+    own = first / jnp.maximum(seen, 1)
+    fall = _mean(own - entropies, both)
+    entropy = jnp.where(known, control.reference - fall, _mean(entropies, heard))
+    taken = jnp.any(jnp.where(known, both, heard))
     total = control.entropy + jnp.where(taken, entropy, 0)
     samples = control.samples + taken
     mean = total / jnp.maximum(samples, 1)
+    shapes = [size_of(x.shape) for x in jax.tree.leaves(low)]
     rank = next_rank(
-        _errors(low, rule.ranks[-1]),
+        errors_together(shapes, rule.ranks[-1]),
         rule.ranks[-1],
         control.reference - mean,
         control.rank,
@@ -286,35 +319,32 @@ def _controlled(
         change=rule.change,
         power=rule.error_power,
     )
-    found, known = samples > 0, control.windows > 0
-    decided = RankControl(
-        jnp.where(found & known, rank, control.rank),
-        jnp.where(found & ~known, mean, control.reference),
-        control.windows + found,
-        jnp.zeros_like(total),
-        jnp.zeros_like(samples),
+    found = samples > 0
+    reference = _mean(own, seen > 0)
+    exchanges = control.exchanges + 1
+    waiting = control._replace(
+        entropy=total, samples=samples, exchanges=exchanges, first=first, seen=seen
     )
-    waiting = control._replace(entropy=total, samples=samples)
-    ends = uniform.decide(lambda t: (t - rule.warmup + 1) % rule.window == 0, step)
+    decided = waiting._replace(
+        rank=jnp.where(found & known, rank, control.rank),
+        reference=jnp.where(found & ~known, reference, control.reference),
+        windows=control.windows + found,
+        entropy=jnp.zeros_like(total),
+        samples=jnp.zeros_like(samples),
+    )
+    ends = exchanges % rule.window == 0
     return jax.tree.map(lambda a, b: jnp.where(ends, a, b), decided, waiting)
 
 
-def _mean_entropy(rule: _Rule, step: Any, tree: PyTree) -> jax.Array:
-    """The mean over matrices and workers; NaN where something is not finite."""
+def _mean(x: jax.Array, there: jax.Array) -> jax.Array:
+    """The mean of those entries that are ``there``; 0 where none is."""
+    return jnp.sum(jnp.where(there, x, 0)) / jnp.maximum(jnp.sum(there), 1)
+
+
+def _entropies(rule: _Rule, step: Any, tree: PyTree) -> jax.Array:
+    """``[matrices]``, over the workers; not finite where one's is 0 or not finite."""
     entropies = []
     for i, x in enumerate(jax.tree.leaves(tree)):
         key = leaf_keys(rule.seed, step, i, rule.axis).private
-        entropy = gaussian_entropy(sample(x, key, rule.sampled))
-        entropies.append(jnp.where(entropy == -jnp.inf, 0, entropy))
-    return reduce_mean(jnp.mean(jnp.stack(entropies)), rule.axis)
-
-
-def _errors(low: PyTree, most: int) -> np.ndarray:
-    """``g`` of all matrices together, for ranks up to ``most``."""
-    squares = np.zeros(most + 1)
-    for (m, n), count in Counter(
-        size_of(x.shape) for x in jax.tree.leaves(low)
-    ).items():
-        errors = low_rank_errors(m, n)[: most + 1]
-        squares[: len(errors)] += count * errors**2
-    return np.sqrt(squares)
+        entropies.append(gaussian_entropy(sample(x, key, rule.sampled)))
+    return reduce_mean(jnp.stack(entropies), rule.axis)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from ..exchange import Exchange
 from ..leaves import PyTree, check_same_leaves, precise, takes_part
@@ -58,7 +59,8 @@ def dion(
     dimension, the outputs of a layer. ``M`` is ``state.momentum`` and ``μ`` is
     ``momentum``; ``Q`` is ``state.query`` (``[n, rank]``, random at first). ``rank``
     is one number, ``rank_fraction(0.25)``, or a function of a leaf's path and shape. A
-    direction in which nothing was heard is no part of the step, and stays in ``Q``.
+    direction in which nothing was heard but rounding, a ten thousandth of the largest,
+    is no part of the step, and stays in ``Q``.
 
     The squares of what is handed to ``inner`` sum up to ``rank · n / m``, whatever the
     size of the gradients: ``optax.sgd(0.02)`` is a length of steps. Of vectors, and
@@ -95,7 +97,7 @@ def dion(
         Orthonormalized Updates <https://arxiv.org/abs/2504.05295>`_, 2025.
     """
     check_rank(rank)
-    if not 0 <= momentum <= 1:
+    if not isinstance(momentum, Tracer) and not 0 <= momentum <= 1:
         raise ValueError(f"momentum {momentum} is outside [0, 1].")
 
     def init(params):
@@ -131,9 +133,14 @@ def dion(
             x, (m, n) = leaves[i], size_of(leaves[i].shape)
             sum_ = matrix(precise(x) + kept[i])
             kept[i] = left_over(sum_, (1 - momentum) * product(p, r)).reshape(x.shape)
-            toward = scaled(r, query[i])
+            # What is no larger may be rounding of the others, as in matrix_rank, of
+            # which more is left where random directions were nearly at right angles.
+            largest = jnp.max(jnp.abs(r))
+            size = jnp.linalg.norm(r / jnp.where(largest == 0, 1, largest), axis=1)
+            none = size <= max(m, n, 1024) * jnp.finfo(r.dtype).eps * jnp.max(size)
+            toward = scaled(jnp.where(none[:, None], 0, r), query[i])
             toward = toward / jnp.linalg.norm(toward, axis=0)
-            heard = jnp.where(jnp.any(r != 0, axis=1), toward, 0)
+            heard = jnp.where(none, 0, toward)
             step = np.sqrt(n / m) * product(p, heard.T)
             directions[i] = step.reshape(x.shape).astype(x.dtype)
             query[i] = toward

@@ -72,21 +72,26 @@ def one_bit_adam(
         & x \leftarrow x + \text{inner}\big(\hat m / (\sqrt{\hat v} + \epsilon)\big)
 
     ``T`` is ``warmup``, in steps counted from 0, until the learning rate is warmed up
-    and ``v`` has settled (a fifth of a run, or less). ``C`` is ``two_stage_feedback``,
-    by ``sign()`` unless another ``compressor`` is given: its result replaces the
-    momentum on all workers. ``inner`` is handed Adam's direction, and is a learning
-    rate, with or without weight decay: ``optax.sgd(1e-3)``. An entry whose ``v`` is
-    zero at the end of the warm-up never moves: let it see all of the data's kinds.
-    Leaves to be frozen go into ``optax.masked``, and cost nothing.
+    and ``v`` has settled. These are steps of the run: first called behind them it has
+    no ``v`` and never moves, so begin it at step 0, or shift the ``step`` it is handed.
+    ``C`` is ``two_stage_feedback``, by ``sign()`` unless another ``compressor`` is
+    given: its result replaces the momentum on all workers. ``inner`` is handed Adam's
+    direction, and is a learning rate, with or without weight decay:
+    ``optax.sgd(1e-3)``. An entry whose ``v`` is zero at the end of the warm-up never
+    moves: let it see all of the data's kinds. Leaves to be frozen go into
+    ``optax.masked``, and cost nothing. A NaN stays in the momentum for ever, as in
+    Adam: guard it by ``skip_nonfinite``.
 
     Sends the gradients in float32 in the warm-up, then one bit an entry up and one
-    down, with one float32 for each worker's row of the tree (``two_stage_bytes``).
+    down, with one float32 for each worker's row of each leaf (``two_stage_bytes``).
 
     Note:
         With a warm-up that never ends it is ``optax.scale_by_adam``, whose correction
         of the bias is kept: that of ``v`` stays what it was when ``v`` was frozen, that
-        of ``m`` goes on. The paper's algorithm has none. The published code compresses
-        leaf by leaf; here a row, a ``K``-th of the whole tree, has one scale.
+        of ``m`` goes on. That the paper's algorithm corrects neither is recalled, not
+        read in it. A row, a ``K``-th of a leaf, has one scale, and each of its entries
+        is divided by its own ``√v``. Inside ``flattened`` leaves would share a scale,
+        and those with small gradients be blown up.
 
     Raises:
         ValueError: a warmup below 1; at trace, a missing ``step``, complex leaves, and
@@ -201,10 +206,13 @@ def zero_one_adam(
     the last sync. ``C`` is ``two_stage_feedback``, by ``sign()`` unless another
     ``compressor`` is given. ``period`` says when workers sync, in steps or as a
     trigger; ``doubling(...)`` is the paper's kind. ``refresh`` is ``thinning(16)``
-    unless given. Both are clocks. An entry whose ``v`` is zero does not move yet.
+    unless given. Both are clocks, of the run's steps: first called where refreshes have
+    thinned out it has no ``v`` and does not move, so begin it at step 0, or shift the
+    ``step`` it is handed. An entry whose ``v`` is zero does not move yet. A NaN stays
+    in the momentum for ever, as in Adam: guard it by ``skip_nonfinite``.
 
     Sends one bit an entry up and one down where it syncs, with one float32 for each
-    worker's row of the tree (``two_stage_bytes``), and the gradients in float32 where
+    worker's row of each leaf (``two_stage_bytes``), and the gradients in float32 where
     it refreshes.
 
     Note:
@@ -304,7 +312,8 @@ def zero_one_adam(
 
         def alone(mu, summed, rates, kept, anchor):
             way = map_leaves(lambda m: rate * m, mu)
-            return gone(params, way, rate), mu, summed, rates, kept, anchor
+            moves = map_leaves(precise, gone(params, way, rate))
+            return moves, mu, summed, rates, kept, anchor
 
         def due(trigger):
             return trigger.fire(trigger.init(params), step=step, axis=axis)[0]

@@ -24,9 +24,9 @@ def quantized_sgd(
     .. math:: x \leftarrow x + \text{inner}\big(Q(\tfrac1K \sum_i Q(g_i))\big)
 
     ``Q`` rounds at random to the multiples of a ``2^{bits−1} − 1``-th of the largest
-    magnitude in each ``block`` entries of a row, so the mean is unbiased and nothing
-    need be remembered; see ``two_stage``. Sends ``bits`` bits an entry and a float32 a
-    block, once up and once down.
+    magnitude in each ``block`` entries of a row of a leaf, so the mean is unbiased and
+    nothing need be remembered; see ``two_stage``. Sends ``bits`` bits an entry and a
+    float32 a block, once up and once down.
 
     Note:
         ZeRO++ quantizes to four bits, and in a reduce-scatter that has one stage within
@@ -59,7 +59,8 @@ def sign_vote_sgd(
         \textstyle\sum_i \text{sign}(g_i)\big)\Big)
 
     Every entry moves by the learning rate of ``inner`` at every step, whatever the
-    gradients' size: rates are those of Adam, not of SGD. Chained behind
+    gradients' size, zero included: rates are those of Adam, not of SGD, and what shall
+    not move wants ``optax.masked`` or ``partition`` around. Chained behind
     ``optax.ema(0.9, debias=False)``, so that workers vote with momenta, it is Signum.
     Sends one bit an entry up and one down; with ``levels=3`` two, and then zeros and
     ties do not move. See ``majority_vote`` for the conventions, and for what comes of

@@ -28,11 +28,11 @@ def lossless_sgd(
         \quad x \leftarrow x + \text{inner}\bigl(\tfrac1K \text{peel}(\textstyle\sum_i
         \text{sketch}(u_i))\bigr)
 
-    The steps of ``top_k_sgd``, to rounding. Sends what ``lossless_homomorphic`` sends:
-    an all-reduce of some 1.3 float32 for each entry that any worker selects, and two
-    bits for an entry of the model, instead of a gather of each worker's values and
-    places. Little for few workers or where they select alike; the tree itself where it
-    would be no more.
+    The steps of ``top_k_sgd``, to a rounding of the largest entry. Sends what
+    ``lossless_homomorphic`` sends: an all-reduce of some 1.3 float32 for each entry
+    that any worker selects, and two bits for an entry of the model, instead of a gather
+    of each worker's values and places. Little for few workers or where they select
+    alike; the tree itself where it would be no more.
 
     Example:
         >>> import jax

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from .. import uniform
 from ..compressors import Compressor, Contraction
@@ -76,13 +77,14 @@ def dgc(
         Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
         2018, Algorithms 1 and 4, section 3.
     """
-    if not clip > 0:
+    if not isinstance(clip, Tracer) and not clip > 0:
         raise ValueError(f"clip {clip} must be above 0; infinity does not clip.")
     uniform.whole(warmup=warmup)
     if warmup < 0:
         raise ValueError(f"warmup {warmup} is a number of steps, 0 or more.")
     pace: Any = momentum
-    pace = pace if hasattr(pace, "update") else optax.trace(pace)
+    if not isinstance(momentum, optax.GradientTransformation):
+        pace = optax.trace(pace)
     before = [f for f in WARMUP if f > fraction] if warmup else []
     exchanges = [
         masked_feedback(top_k(f), pace, axis=axis) for f in (*before, fraction)
@@ -237,7 +239,7 @@ def _clip_locally(norm: float, axis: Axis) -> Talking:
     """Clip this worker's gradient, such that those of K workers sum to ``norm``."""
 
     def update(updates, state, params=None, **extra):
-        if norm == math.inf:
+        if not isinstance(norm, Tracer) and norm == math.inf:
             return updates, state
         most = norm / math.sqrt(axis_size(axis))
         size = optax.tree.norm(jax.tree.map(precise, exchanged(updates)))

@@ -56,8 +56,9 @@ def sparse_loco(
     Note:
         The paper quantizes to two bits; which levels it takes is not said here, and
         these were fitted to the tails of distributions. Where a block has fewer than k
-        entries that are not zero, zeros are chosen, and sent as small numbers: what is
-        remembered undoes that in the next round.
+        entries that are not zero, as of an embedding, zeros are chosen, and sent as 0.9
+        of the root mean square: such a block hovers about what it should be and need
+        not come to rest. ``values=top_k(1.0)`` sends values whole.
 
     Example:
         Each says the larger coordinate of what it moved; the other one waits.
