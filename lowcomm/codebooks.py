@@ -25,10 +25,10 @@ def codebook(
 
     ``relative_to`` is the scale ``m``: "largest" magnitude, or "rms", the root of the
     mean square. ``block`` consecutive elements share it; None: all. A tie goes to the
-    lower level. With ``POWERS`` of the largest an entry of at least 2⁻⁷ of it misses by
-    a third of its value at most, but zero becomes 2⁻⁷ of it, since there is no zero
-    among 16 levels of both signs. With ``GAUSSIAN`` of the root mean square normal
-    noise loses 12 % of its energy.
+    lower level. This module has two lists. With ``POWERS`` of the largest an entry of
+    at least 2⁻⁷ of it misses by a third of its value at most, but zero becomes 2⁻⁷ of
+    it, since there is no zero among 16 levels of both signs. With ``GAUSSIAN`` of the
+    root mean square normal noise loses 12 % of its energy.
 
     Of the largest, in blocks of ``s``, δ is the least over the places ``u`` halfway
     between levels and ±1, with their distance ``e`` to a level and that of ±1, ``e_1``,

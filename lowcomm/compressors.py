@@ -54,16 +54,26 @@ from .transport import type_of_sums
 
 
 class Contraction(NamedTuple):
-    """The law ``E‖C(x) − x‖² ≤ (1 − δ)‖x‖²``, of what error feedback may carry."""
+    """The law ``E‖C(x) − x‖² ≤ (1 − δ)‖x‖²``, of what error feedback may carry.
+
+    ``delta`` is a function of the number of elements ``n``, such as
+    ``Contraction(lambda n: 1 / n)``.
+    """
 
     delta: Callable[[int], float]  # of the number of elements, above 0
 
 
 class Unbiased(NamedTuple):
-    """The law ``E C(x) = x, E‖C(x) − x‖² ≤ ω‖x‖²``, of what a plain mean may carry."""
+    """The law ``E C(x) = x, E‖C(x) − x‖² ≤ ω‖x‖²``, of what a plain mean may carry.
+
+    ``omega`` is a function of the number of elements, such as
+    ``Unbiased(lambda n: n / 4)``. ``always`` says that arrays in which nothing stands
+    out lose about that much: of ω from 1 on a memory would then grow for ever, and
+    those of lowcomm refuse it. Without it ω is the worst case, and nothing is refused.
+    """
 
     omega: Callable[[int], float]  # of the number of elements
-    always: bool = False  # whether some entries lose that much of whatever array
+    always: bool = False
 
 
 class Compressor(NamedTuple):
@@ -107,8 +117,9 @@ class PerLeaf(NamedTuple):
     """A compressor for every leaf of its own.
 
     ``choose(path, leaf)`` gives the ``Compressor`` of the leaf at a path such as
-    ``"decoder/kernel"``; it may look at shape and type. Exchanges that talk leaf by
-    leaf take it in place of a ``Compressor``.
+    ``"decoder/kernel"``; it may look at shape and type. ``compressed_mean``,
+    ``error_feedback``, ``difference_feedback`` and ``masked_feedback``, and the methods
+    made of them, take it in place of a ``Compressor``.
     """
 
     choose: Callable[[str, Any], Compressor]
@@ -144,6 +155,13 @@ def payload_bytes(
         4100
     """
 
+    if not isinstance(compressor, Compressor | PerLeaf):
+        raise ValueError(
+            "payload_bytes takes a Compressor, such as top_k(0.01), or PerLeaf, not "
+            f"{type(compressor).__name__}: for an exchange or a method ask "
+            "traffic(lambda g: tx.update(g, tx.init(g), g, step=0)[0], g, workers=8)."
+        )
+
     def travels(path, x):
         one = compressor.of(path, x) if isinstance(compressor, PerLeaf) else compressor
 
@@ -163,6 +181,16 @@ def payload_bytes(
     leaves = jax.tree_util.tree_leaves_with_path(like)
     sent = jax.tree.leaves([travels(path, x) for path, x in leaves if takes_part(x)])
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)
+
+
+def check_law(law: Any) -> None:
+    """Raise unless a declared law is one of the two, with a function of the size."""
+    fits = law is None or isinstance(law, Contraction | Unbiased)
+    if not fits or (law is not None and not callable(law[0])):
+        raise ValueError(
+            f"law={law!r}: declare Contraction(lambda n: δ) or Unbiased(lambda n: ω), "
+            "functions of the number of elements, or None."
+        )
 
 
 def for_any_shape(

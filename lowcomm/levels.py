@@ -102,7 +102,8 @@ def qsgd(levels: int, *, block: int | None = 512) -> Compressor:
     for each ``block`` of ``d`` consecutive elements (None: all), with ``s`` the
     ``levels``, ``p_i`` the fractional part of ``u_i`` and ``r_i`` uniform on [0, 1)
     from ``keys.private``. ω ≤ √d/s − 1 where that is 1 or more, attained by equal
-    entries, and d/4s² otherwise; with one level it is exactly ‖x‖₁/‖x‖₂ − 1.
+    entries, and d/4s² otherwise; with one level it is exactly ‖x‖₁/‖x‖₂ − 1. A memory
+    wants ω below 1, so about as many levels as √d/2: ``error_feedback`` refuses fewer.
 
     Sent: ``2 s + 1`` values in the fewest of 2, 4, 8, 12 or 16 bits (``packing``) an
     entry, without the variable-length code of the paper, and a float32 norm per block.
@@ -152,7 +153,7 @@ def qsgd(levels: int, *, block: int | None = 512) -> Compressor:
         ratio = math.sqrt(d) / levels
         return ratio - 1 if ratio >= 2 else ratio**2 / 4
 
-    return for_any_shape("qsgd", encode, decode, law=Unbiased(omega))
+    return for_any_shape("qsgd", encode, decode, law=Unbiased(omega, always=True))
 
 
 def natural() -> Compressor:

@@ -60,13 +60,13 @@ def powersgd(
 
     ``rank`` is a number, or a function from a leaf's path (``"decoder/kernel"``) and
     shape to one, such as ``rank_fraction(0.1)``; more than ``min(m, n)`` means that,
-    and 0 sends the leaf whole. So travel vectors too, and matrices that the factors do
-    not make more than ``min_compression`` times smaller. With ``residual="global"``
-    a worker remembers ``D - P Q^T``, what it misses of what was heard, instead of what
-    its own factors miss: what is heard is the same, since ``P`` and ``Q`` depend on the
-    workers only through the mean of ``D``, but the residuals of workers whose
-    gradients differ are larger. With ``warm_start=False`` other Gaussian directions are
-    drawn at every step, and ``update`` needs ``step=``.
+    and where a function says 0 the leaf goes whole. So travel vectors too, and matrices
+    that the factors do not make more than ``min_compression`` times smaller. With
+    ``residual="global"`` a worker remembers ``D - P Q^T``, what it misses of what was
+    heard, instead of what its own factors miss: what is heard is the same, since ``P``
+    and ``Q`` depend on the workers only through the mean of ``D``, but the residuals of
+    workers whose gradients differ are larger. With ``warm_start=False`` other Gaussian
+    directions are drawn at every step, and ``update`` needs ``step=``.
 
     Sends ``rank · (m + n)`` float32 a matrix in two all-reduces, however many leaves
     there are; what travels whole is in the first. Where what is heard is not finite

@@ -215,14 +215,23 @@ def seconds(
 
 
 def break_even_bandwidth(
-    traffic: Traffic, baseline: Traffic, workers: int, compute: float
+    traffic: Traffic,
+    baseline: Traffic,
+    workers: int,
+    compute: float,
+    *,
+    counts: Any = None,
 ) -> float:
     """The bandwidth below which ``traffic`` is the faster of the two.
 
     ``compute`` is what it costs in seconds beside the baseline, such as to encode and
     decode. Below the break-even of ``V`` bits less on the wire, ``V / compute`` bits a
     second, those bits take longer than that. Latency is left out. Infinite where the
-    traffic costs no time and is less, 0 where it is not less.
+    traffic costs no time and is less, 0 where it is not less. Conditionals count as in
+    ``seconds``: with their dearest branch, or as ``counts`` of ``traffic`` has them.
+
+    Raises:
+        ValueError: ``compute`` that is negative or NaN; what ``seconds`` raises.
 
     Example:
         A quarter of 4 MB, at 10 ms: it pays on links below a good 4 Gbit/s.
@@ -232,8 +241,10 @@ def break_even_bandwidth(
         >>> break_even_bandwidth(codes, dense, 8, compute=0.01) / 1e9
         4.2
     """
-    bits = lambda t: seconds(t, Link(bandwidth=1.0), workers)
-    saved = bits(baseline) - bits(traffic)
+    if not compute >= 0:
+        raise ValueError(f"compute={compute}: give seconds, 0 or more.")
+    bits = lambda t, n=None: seconds(t, Link(bandwidth=1.0), workers, counts=n)
+    saved = bits(baseline) - bits(traffic, counts)
     if saved <= 0:
         return 0.0
     return saved / compute if compute > 0 else math.inf

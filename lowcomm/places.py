@@ -1,4 +1,4 @@
-r"""How the places of chosen entries travel: a few bits each, and no more than needed.
+r"""How the places of chosen entries travel: a few bits each, as many as pack well.
 
 Sorted places of a whole array are cut into their low ``b`` bits, which travel as they
 are, and the rest, which says in which segment of :math:`2^b` elements a place lies.

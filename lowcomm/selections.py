@@ -43,9 +43,9 @@ def top_k(
     one counts as :math:`δ = 1 - ω`. A statistic is this worker's own, and travels.
 
     Sent: ``k`` values in the array's own type, or what ``values`` makes of them, in the
-    order of the places; and the places, relative to the block in as few bits as it
-    takes (12 for 4096), or packed as :mod:`lowcomm.places` says (12.4 bits each for 1 %
-    of 2²²). No places where all entries travel.
+    order of the places; and the places, relative to the block in the fewest of 1, 2, 4,
+    8, 12 or 16 bits (12 for 4096), or packed as :mod:`lowcomm.places` says (12.4 bits
+    each for 1 % of 2²²). No places where all entries travel.
 
     Raises:
         ValueError: a fraction outside (0, 1] or a block outside 1 … 65536; at trace, an

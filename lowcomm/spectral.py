@@ -42,7 +42,7 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
             and arrays of more than 2³¹ − 1 elements.
 
     Note:
-        Places travel in as few bits as the chunk allows, where the released code of the
+        Places travel in 12 bits for chunks of 64 × 64, where the released code of the
         paper sends 64-bit integers.
 
     Example:

@@ -19,7 +19,13 @@ from jax import lax
 from jax.core import Tracer
 
 from . import uniform
-from .compressors import Compressor, Contraction, PerLeaf as PerLeaf, Unbiased
+from .compressors import (
+    Compressor,
+    Contraction,
+    PerLeaf as PerLeaf,
+    Unbiased,
+    check_law,
+)
 from .exchange import admit
 from .keys import leaf_keys
 from .leaves import PyTree, fitting as fitting, precise, takes_part
@@ -32,6 +38,7 @@ def expect_compressor(compressor: Any) -> None:
     """Raise unless it is a ``Compressor`` or chooses one for each leaf."""
     if not isinstance(compressor, PerLeaf):
         expect(Compressor, compressor=compressor)
+        check_law(compressor.law)
 
 
 def talk(
@@ -166,11 +173,12 @@ def check_divergence(
             omega, share = law.omega(n), rate(n)
             if not isinstance(share, Tracer) and share * (1 + omega) >= 2:
                 raise ValueError(
-                    f"{where}: of {n} entries this unbiased compressor always loses "
+                    f"{where}: of {n} entries this unbiased compressor loses about "
                     f"ω = {omega:.3g} times the square, and what {name} remembers "
                     "would grow for ever: take the contraction it scales up, such as "
-                    "random_k without unbiased=True, or difference_feedback with a "
-                    f"rate of {1 / (1 + omega):.3g} or less."
+                    "random_k without unbiased=True, more levels, or diana, which "
+                    "is difference_feedback with a rate of "
+                    f"{1 / (1 + omega):.3g} or less."
                 )
 
 

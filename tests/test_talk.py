@@ -10,7 +10,9 @@ import pytest
 
 from lowcomm import (
     Compressor,
+    Contraction,
     PerLeaf,
+    Unbiased,
     compressed_mean,
     count_sketch,
     dgc,
@@ -20,6 +22,7 @@ from lowcomm import (
     masked_feedback,
     natural,
     payload_bytes,
+    qsgd,
     quantize,
     random_k,
     sign,
@@ -179,3 +182,23 @@ def test_a_traced_rate_or_momentum_is_let_through():
 
     moves = jax.jit(spread(worker, in_axes=(0, None)))(jnp.ones((2, 4)), 0.5)
     assert all(np.isfinite(move).all() for move in moves)
+
+
+@pytest.mark.parametrize("law", [0.9, Contraction(0.9), Unbiased(1), Contraction])
+def test_a_law_is_a_function_of_the_number_of_elements(law):
+    with pytest.raises(ValueError, match="functions of the number of elements"):
+        error_feedback(sign()._replace(law=law))
+
+
+def test_a_memory_takes_few_levels_only_where_they_are_enough():
+    # ω = √64 / s − 1 is 7 for one level and 0 for eight.
+    g = jnp.ones((2, 64))
+    run = lambda tx: spread(lambda g: tx.update(g, tx.init(g), step=0)[0])(g)
+    with pytest.raises(ValueError, match="more levels, or diana"):
+        run(error_feedback(qsgd(1, block=64)))
+    assert np.isfinite(run(error_feedback(qsgd(8, block=64)))).all()
+
+
+def test_bytes_are_asked_of_compressors():
+    with pytest.raises(ValueError, match="takes a Compressor"):
+        payload_bytes(error_feedback(sign()), jnp.ones(3))

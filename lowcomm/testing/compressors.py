@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compressors import Compressor, Contraction, Unbiased, payload_bytes
+from ..compressors import Compressor, Contraction, Unbiased, check_law, payload_bytes
 from ..keys import Keys
 from ..leaves import precise
 from ..spmd import stack
@@ -191,6 +191,7 @@ def workers_decode_the_same_wherever_they_run(c: Packed, backend: str):
 
 def promised(compressor: Compressor) -> set[str]:
     """The names of the properties that a compressor declares, and so must have."""
+    check_law(compressor.law)
     kinds = {Contraction: CONTRACTS.name, Unbiased: UNBIASED.name}
     return {kinds[type(compressor.law)]} if compressor.law is not None else set()
 
