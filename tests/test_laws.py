@@ -1,9 +1,9 @@
 """The laws of ``lowcomm.testing`` crossed with the methods of the catalogue.
 
 One trajectory per method and backend is recorded and read by many laws, method after
-method, since the programs of all of them would fill the memory. A method is held to what
-its line declares, and to every property besides the laws; one that does not obey is
-named there with the reason.
+method, since the programs of all of them would fill the memory. A method is held to
+what its line declares, and to every property besides the laws; one that does not obey
+is named there with the reason.
 """
 
 from __future__ import annotations
