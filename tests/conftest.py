@@ -1,7 +1,10 @@
 """Eight simulated CPU devices for every test, before JAX starts."""
 
+import gc
 import os
 from pathlib import Path
+
+import pytest
 
 # Eight devices share the cores with whatever else runs: one that waits for its turn is
 # not stuck, and XLA would abort the process after 40 seconds. (Tests of hangs start
@@ -21,3 +24,11 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_go_with_their_module():
+    """Each program holds memory maps, of which a process has 65,530 and no more."""
+    yield
+    jax.clear_caches()
+    gc.collect()
