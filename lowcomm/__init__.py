@@ -206,6 +206,7 @@ from .steps import (
     local_step as local_step,
     microbatched as microbatched,
 )
+from .fused import counted_round as counted_round, local_round as local_round
 from .train import Run as Run, fit as fit
 
 # Bytes and seconds

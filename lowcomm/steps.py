@@ -186,6 +186,13 @@ def counted_step(
         3 [0.3828125 0.0078125] 4
     """
     step = local_step(loss, tx, has_aux=has_aux, extra_args=extra_args, axis=axis)
+    return counted(step, workers=workers, mesh=mesh, axis=axis, backend=backend)
+
+
+def counted(
+    step: Callable, *, workers: int, mesh: Any, axis: Axis, backend: str | None
+) -> Callable:
+    """One worker's ``step``, or several at once, compiled for all and counted."""
     sizes: Any = workers
     if mesh is not None:
         check_axes(mesh, axis)

@@ -77,6 +77,15 @@ def _recall(step: Any) -> _Known | None:
     return next((k for k in reversed(_KNOWN.get()) if k.value is step), None)
 
 
+def host_of(step: Any) -> tuple[int, list[Question]] | None:
+    """What the host knows this step to be, and the questions asked; None if nothing.
+
+    Of an ``earlier`` step, the number of the present one, which questions are about.
+    """
+    clock = _recall(step)
+    return None if clock is None else (clock.host + clock.lag, clock.asked)
+
+
 def now(step: Any, axis: Axis) -> Any:
     """The step as a Python integer or an int32 scalar that is the same everywhere.
 

@@ -81,7 +81,7 @@ FLOORS = [
     {"anchor"},
     {"readout", "guard"},
     {"algorithms", "steps", "statistics"},
-    {"train", "checkpoint", "planning"},
+    {"train", "checkpoint", "planning", "fused"},
     {"testing"},
     {"__init__"},
 ]
