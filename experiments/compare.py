@@ -40,6 +40,7 @@ from .settings import (
     examples,
     fixed,
     learning_rate,
+    place,
     task,
     transformation,
     tuned,
@@ -61,7 +62,7 @@ class Settings(Common):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; 0, or 2 where it was asked for wrongly.
 
-    130 on Ctrl-C and 143 on SIGTERM: what was written goes on with ``--resume``.
+    130 on Ctrl-C, and 0 on SIGTERM: what was written goes on with ``--resume``.
     """
     settings = tyro.cli(Settings, prog="python -m experiments.compare", args=arguments)
     console, errors = Console(), Console(stderr=True)
@@ -219,10 +220,10 @@ def _checked(settings: Settings) -> tuple[list[str], Where]:
         lookup(CATALOGUE, name, "method")
     if len(set(names)) < len(names):
         raise ValueError(f"a method is named twice in {settings.algorithms}")
-    where = check(settings, counts=("seeds",))
+    check(settings, counts=("seeds",))
     for name in names:
         transformation(settings, name)  # raises before anything is trained
-    return names, where
+    return names, place(settings)
 
 
 def _kept_in(run: records.RunFolder, about: Mapping[str, Any]) -> Path:

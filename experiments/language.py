@@ -15,7 +15,7 @@ from jax import lax
 
 from . import text
 from .splits import Split, stream
-from .task import PyTree, Task
+from .task import ALL, PyTree, Task
 from .transformer import LanguageModel
 
 CORPORA = {"stdlib-lm": text.stdlib, "kjv-lm": text.king_james}
@@ -72,11 +72,14 @@ def language_task(
     def init(key):
         return model.init(key, judge[:1])
 
+    def batches(step, workers=ALL):
+        return _read(corpus, train.starts[positions(step, workers)], length)
+
     return Task(
         f"{name}, {corpus.name}",
         init,
         partial(_cross_entropy, model),
-        lambda step: _read(corpus, train.starts[positions(step)], length),
+        batches,
         partial(_judge, model, judge),
         sample=partial(sample, model, context=length),
     )

@@ -1,4 +1,8 @@
-"""Train one method on one task once, and write down what it gave and what it cost."""
+"""Train one method on one task once, and write down what it gave and what it cost.
+
+In several processes each builds the batches of its own workers and reads their losses;
+the first one evaluates the consensus, which all of them form.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,20 @@ import jax
 import numpy as np
 import optax
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import lowcomm as lc
 
+from . import sharding
 from .stopping import Kept, Stopped
 from .task import Task
 
 
 class Measurement(NamedTuple):
-    """One run, seen at its evaluations; NaN from where it diverged."""
+    """One run, seen at its evaluations; NaN from where it diverged.
+
+    Of several processes only the first has metrics.
+    """
 
     steps: np.ndarray  # [points] int, steps taken before each evaluation
     metrics: dict[str, np.ndarray]  # name -> [points], held out, of the consensus
@@ -51,6 +60,7 @@ class Where(NamedTuple):
     mesh: Any = None
     backend: str | None = None
     compute: float | None = None  # seconds of a step without its traffic
+    processes: int = 1  # that run it together
 
 
 SCALAR = 4  # bytes of the one number a measured trigger sends at every step
@@ -72,10 +82,12 @@ def measure(
 
     There are ``evaluations`` of them after the one before the first step, fewer where
     there are fewer steps. ``on_evaluation`` is shown each as it is made, ``on_step``
-    the mean training loss and the payload bytes of every step. The predicted seconds
+    the mean training loss (of the workers at hand, if there are several processes) and
+    the payload bytes of every step. The predicted seconds
     are ``where.compute`` a step, or the time measured here if that is None, plus what
-    the traffic costs on ``where.link``. A run whose loss stops being finite is returned
-    with its ``failure``, not raised.
+    the traffic costs on ``where.link``, each message by the cheapest algorithm. A run
+    whose loss stops being finite is returned with its ``failure``, not raised; in
+    several processes it is raised where it was seen, since the others may not know.
 
     What is ``kept`` is saved and gone on from: the curve with the carry, so that a run
     that was stopped and went on gives the numbers of one that was not, but for times
@@ -85,17 +97,31 @@ def measure(
     due = set(points.tolist())
     how: dict[str, Any] = {"mesh": where.mesh, "backend": where.backend}
     consensus = jax.jit(lc.spread(lc.consensus, **how))
-    step = lc.counted_step(task.loss, tx, workers=where.workers, **how)
+    model, specs = task.init(jax.random.key(seed)), None
+    loss = task.loss
+    if group := sharding.group(where.mesh):
+        specs = sharding.specs(model, group)
+        tx, loss = lc.sharded(tx, specs), sharding.divided(loss, group)
+    step = lc.counted_step(loss, tx, workers=where.workers, **how)
+    mine, batches = None, task.batches
+    if where.processes > 1:
+        mine = lc.workers_at_hand(where.mesh)
+        batches = lambda t: lc.feed(task.batches(t, mine), where.mesh)
+        # Each worker's whole model on each of its devices, for who evaluates it.
+        whole = NamedSharding(where.mesh, P(lc.AXIS))
+        consensus = jax.jit(lc.spread(lc.consensus, **how), out_shardings=whole)
 
     def evaluate(t: int, model: Any, training_loss: float | None) -> None:
+        if jax.process_index() > 0:
+            return
         seen.found.append(task.evaluate(model))
         on_evaluation({"step": t, **seen.found[-1], "training_loss": training_loss})
 
-    model = task.init(jax.random.key(seed))
-    params = lc.stack(model, where.workers, mesh=where.mesh)
+    params = lc.stack(model, where.workers, mesh=where.mesh, specs=specs)
     carry, seen, first = (params, lc.init(tx, params, **how)), Seen(), 0
     if kept is not None and kept.checkpoints.steps():
-        first, carry = kept.checkpoints.restore(carry)
+        saved = kept.checkpoints
+        first, carry = (saved.restore_resized if kept.resize else saved.restore)(carry)
         seen = Seen(**kept.checkpoints.about().notes)
         model = lc.unstack(consensus(carry[1], carry[0]))
     else:
@@ -106,31 +132,40 @@ def measure(
     took = np.nan
     for t in range(first, steps):
         since = time.perf_counter()
-        params, state, metrics, sent = step(params, state, task.batches(t), t)
-        losses = np.asarray(metrics["loss"])  # waits for the step
+        params, state, metrics, sent = step(params, state, batches(t), t)
+        losses = lc.at_hand(metrics["loss"])  # waits for the step
         took = time.perf_counter() - since
         try:
-            lc.train.check_losses(t, losses)
+            lc.train.check_losses(t, losses, mine)
         except FloatingPointError as failure:
+            if where.processes > 1:
+                raise
             return _failed(points, seen, str(failure))
         if sent.program in compiled:  # its first step waits for the compiler
             seen.warm.append(took)
         compiled.add(sent.program)
+        sends = sent.traffic.together()
         kind = sent.program, sent.ran.tobytes()
         if kind not in prices:
             prices[kind] = lc.seconds(
-                sent.traffic, where.link, where.workers, counts=sent.ran
+                sends,
+                where.link,
+                where.workers,
+                counts=sent.ran,
+                algorithm="best",
             )
         seen.seconds.append(prices[kind])
-        seen.payload.append(sent.bytes)
+        seen.payload.append(sends.bytes(sent.ran))
         loss = float(losses.mean())
         on_step(t, loss, seen.payload[-1])
         if t + 1 in due:
             model = lc.unstack(consensus(state, params))
             evaluate(t + 1, model, loss)
-        if kept is not None and kept.is_due(t + 1, last=steps):
-            kept.checkpoints.save(t + 1, (params, state), notes=asdict(seen))
-            if kept.request.signal:
+        if kept is not None:
+            stop = kept.request.stops_before(t + 1)
+            if stop or kept.is_due(t + 1, last=steps):
+                kept.checkpoints.save(t + 1, (params, state), notes=asdict(seen))
+            if stop:
                 kept.checkpoints.wait()
                 raise Stopped(t + 1, kept.request.signal)
     step_seconds = float(np.mean(seen.warm or [took]))
@@ -186,6 +221,8 @@ def _at(points: np.ndarray, each: np.ndarray) -> np.ndarray:
 
 
 def _columns(found: list[dict[str, float]], points: int) -> dict[str, np.ndarray]:
+    if not found:  # by another process
+        return {}
     missing = [dict.fromkeys(found[0], np.nan)] * (points - len(found))
     rows = [*found, *missing]
     return {name: np.array([row[name] for row in rows]) for name in found[0]}

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,13 +39,18 @@ class RunFolder(NamedTuple):
 
 @contextmanager
 def open_run(
-    folder: Path | str, settings: Mapping[str, Any], *, resume: bool = False
+    folder: Path | str,
+    settings: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    free: Collection[str] = (),
 ) -> Iterator[RunFolder]:
     """Claim ``folder`` for one run, making it where it is missing.
 
     The log begins with the settings and the versions. With ``resume`` a run that was
     broken off there is gone on with, and where there is none a new one begins; steps
-    that ran after the last checkpoint are logged once more. A run
+    that ran after the last checkpoint are logged once more. Settings that are ``free``
+    may be others than the run had so far, and are those it has from then on. A run
     that recorded nothing else leaves nothing, so that it may be tried again.
 
     Raises:
@@ -78,8 +83,11 @@ def open_run(
         before = read_log(log)
         run = RunFolder(path, log, before)
         if before:
-            _check_settings(path, before[0]["settings"], plain(settings))
-            append(run, {"event": "resume", "versions": versions()})
+            then = [r["settings"] for r in before if "settings" in r][-1]
+            then |= {key: plain(settings).get(key) for key in free}
+            _check_settings(path, then, plain(settings))
+            changed = {"settings": settings} if free else {}
+            append(run, {"event": "resume", **changed, "versions": versions()})
         else:
             append(
                 run, {"event": "start", "settings": settings, "versions": versions()}

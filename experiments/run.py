@@ -4,15 +4,20 @@ A live table shows loss, bytes, syncs and steps per second. Written to the outpu
 folder: ``log.jsonl`` as it happens, checkpoints from which ``--resume`` goes on, and at
 the end ``results.json``, the figure ``curve.png`` and ``.svg`` and the last checkpoint.
 Language models write a few lines at the end.
+
+With ``--processes N`` it starts as many processes here, which share the workers out.
+Where a cluster starts them (``srun``, ``mpirun``, a JobSet, every host of a TPU pod),
+the same program joins the others by itself. The first one writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +31,26 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+import lowcomm as lc
+from lowcomm.agreement import Disagreement, gathered, together
 from lowcomm.checkpoint import Checkpoints
+from lowcomm.processes import COORDINATOR, leave
 
 from . import plots, records
 from .catalogue import CATALOGUE
+from .launch import end_with_launcher, launch
 from .measure import SCALAR, Measurement, Where, measure
 from .names import lookup
-from .settings import Common, check, fixed, learning_rate, task, transformation
+from .settings import (
+    Common,
+    check,
+    fixed,
+    learning_rate,
+    place,
+    share,
+    task,
+    transformation,
+)
 from .stopping import Kept, Stopped, stop_requests
 from .task import Task
 
@@ -51,12 +69,18 @@ class Settings(Common):
     """Steps from line to line of the log."""
     samples: int = 2
     """Texts that a language model writes at the end."""
+    processes: int = 1
+    """How many to start here, each with its share of the workers and devices."""
+    resize: bool = False
+    """Go on, with --resume, with another number of --workers than the run had; how many
+    examples each takes, --batch-size, may then change as well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; 0, or 1 where the loss stopped being finite, 2 where asked wrongly.
 
-    130 on Ctrl-C and 143 on SIGTERM, after saving: ``--resume`` goes on.
+    On SIGTERM 0 and on Ctrl-C 130, after saving: ``--resume`` goes on. Of several
+    processes the code is that of the first that failed.
     """
     settings = tyro.cli(Settings, prog="python -m experiments.run", args=arguments)
     console, errors = Console(), Console(stderr=True)
@@ -64,32 +88,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = settings.out or Path("runs", f"{settings.method}-{stamp}")
     try:
         lookup(CATALOGUE, settings.method, "method")
-        where = check(settings, counts=("log_every",))
-        transformation(settings, settings.method)  # raises before data are touched
-        learned = task(settings, settings.seed)
-        asked = fixed(settings) | {"data": learned.name}
-        with records.open_run(folder, asked, resume=settings.resume) as run:
+        check(settings, counts=("log_every", "processes"))
+        if settings.resize and not settings.resume:
+            raise ValueError("--resize is for a run that is gone on with: add --resume")
+        if settings.processes > 1 and COORDINATOR not in os.environ:
+            return _launched(settings, folder, arguments)
+        end_with_launcher()
+        if (processes := lc.join()) > 1:
+            share(settings, processes)  # raises before JAX starts
+            settings = replace(settings, backend="shard_map")
+        where = place(settings, processes=processes)
+        folder = Path(gathered(str(folder))[0]) if processes > 1 else folder
+        if jax.process_index() > 0:
+            console = Console(quiet=True)
+        with contextlib.ExitStack() as stack:
+            with together():
+                transformation(settings, settings.method)  # before data are touched
+                learned = task(settings, settings.seed)
+                asked = fixed(settings) | {"data": learned.name}
+                run = stack.enter_context(_opened(folder, asked, settings))
             made = train(settings, learned, where, run, console)
             if made.failure:
                 errors.print(f"{settings.method} failed: {made.failure}")
                 return 1
+            if jax.process_index() > 0:
+                return 0
             samples = _samples(settings, learned, made.model)
             results = _results(settings, learned, made, samples)
             # Results last: a run that has them is finished.
             figure, _ = plots.figure(results, run.path / results["figure"])
             records.finish(run, results)
+    except FloatingPointError as failure:  # on the workers of this process
+        errors.print(f"{settings.method} failed: {failure}", soft_wrap=True)
+        return 1
+    except jax.errors.JaxRuntimeError as problem:
+        lost = f"{problem}".partition("\n")[0]
+        errors.print(f"[bold red]error:[/] {escape(lost)}", soft_wrap=True)
+        return 1
     except (ValueError, OSError, RuntimeError) as problem:
-        errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
+        # What all of them know, the first one says.
+        if not isinstance(problem, Disagreement) or jax.process_index() == 0:
+            errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
         return 2
     except (KeyboardInterrupt, Stopped) as stop:
-        errors.print(
-            f"{stop or 'stopped'}; go on with --out {folder} --resume", soft_wrap=True
-        )
+        if not isinstance(stop, Stopped) or jax.process_index() == 0:
+            errors.print(
+                f"{stop or 'stopped'}; go on with --out {folder} --resume",
+                soft_wrap=True,
+            )
         return getattr(stop, "exit_code", 130)
     for text in samples:
         console.print(Panel(escape(text), title="sample", title_align="left"))
     console.print(f"figure: {figure}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _launched(settings: Settings, folder: Path, arguments: Sequence[str] | None) -> int:
+    """The exit code of processes started here, which all know the folder."""
+    given = sys.argv[1:] if arguments is None else arguments
+    command = [sys.executable, "-m", "experiments.run", *given, "--out", str(folder)]
+    devices = share(settings, settings.processes)
+    return launch(command, settings.processes, devices=devices)
+
+
+@contextlib.contextmanager
+def _opened(
+    folder: Path, asked: Mapping[str, Any], settings: Settings
+) -> Iterator[records.RunFolder]:
+    """The run's folder, which the first of several processes alone writes to."""
+    if jax.process_index() == 0:
+        how = {"resume": settings.resume, "free": _free(settings)}
+        with records.open_run(folder, asked, **how) as run:
+            yield run
+        return
+    with open(os.devnull, "w") as nowhere:
+        yield records.RunFolder(folder, nowhere, [])
 
 
 def train(
@@ -101,9 +174,17 @@ def train(
 ) -> Measurement:
     """Train under a live table; raises ``Stopped`` where a signal asks for it."""
     with contextlib.ExitStack() as stack:
-        request = stack.enter_context(stop_requests())
+        several = where.processes > 1
+        request = stack.enter_context(stop_requests(together=several))
         folder = run.path / records.CHECKPOINTS
-        kept = stack.enter_context(Checkpoints(folder, settings=fixed(settings)))
+        with together():
+            if not (run.path / records.LOG).exists():
+                raise FileNotFoundError(
+                    f"it does not see {run.path}: --out must be in a folder that all "
+                    "processes share"
+                )
+            saved = Checkpoints(folder, settings=fixed(settings), free=_free(settings))
+            kept = stack.enter_context(saved)
         watch = Watch(settings, run, console)
         if kept.steps():
             watch.go_on(kept.about().notes)
@@ -118,8 +199,13 @@ def train(
             evaluations=settings.evaluations,
             on_evaluation=watch.on_evaluation,
             on_step=watch.on_step,
-            kept=Kept(kept, settings.save_every, request, at_the_end=True),
+            kept=Kept(kept, settings.save_every, request, True, settings.resize),
         )
+
+
+def _free(settings: Settings) -> tuple[str, ...]:
+    """Which settings the run so far may have had otherwise."""
+    return ("workers", "batch_size") if settings.resize else ()
 
 
 class Watch:
@@ -218,4 +304,4 @@ def _results(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

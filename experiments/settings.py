@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import jax
 import optax
 
 import lowcomm as lc
+from lowcomm.agreement import code_of
 from lowcomm.network import parse_latency
 
 from . import language
@@ -78,7 +80,11 @@ class Common:
     evaluations: int = 20
     """Points of a curve."""
     backend: Literal["vmap", "shard_map", "pmap"] = "vmap"
-    """Virtual workers, or one device each (simulated on a CPU)."""
+    """Virtual workers, or devices (simulated on a CPU)."""
+    fsdp: int = 1
+    """Devices of a worker that share its parameters and examples, on shard_map."""
+    tensor: int = 1
+    """Devices that share its matrix products: a worker has fsdp x tensor of them."""
     save_every: int = 50
     """Steps from checkpoint to checkpoint; 0 saves none."""
     resume: bool = False
@@ -88,7 +94,7 @@ class Common:
 
 
 # What may change from a run to its continuation.
-FREE = ("out", "resume", "save_every")
+FREE = ("out", "resume", "save_every", "processes", "resize")
 
 
 def fixed(settings: Common) -> dict[str, Any]:
@@ -96,14 +102,15 @@ def fixed(settings: Common) -> dict[str, Any]:
     return {k: v for k, v in asdict(settings).items() if k not in FREE}
 
 
-def check(settings: Common, *, counts: tuple[str, ...] = ()) -> Where:
-    """Where it will run, after refusing what cannot; touches no data.
+def check(settings: Common, *, counts: tuple[str, ...] = ()) -> None:
+    """Refuse what cannot run; touches no data and no devices.
 
     ``counts`` are further settings that must be at least 1.
     """
     lookup(dict.fromkeys(TASKS), settings.task, "task")
     find_split(settings.split, alpha=settings.alpha)
-    for name in ("workers", "steps", "batch_size", "evaluations", "period", *counts):
+    sizes = ("workers", "fsdp", "tensor")
+    for name in (*sizes, "steps", "batch_size", "evaluations", "period", *counts):
         value = getattr(settings, name)
         if value is not None and value < 1:
             option = "--" + name.replace("_", "-")
@@ -112,20 +119,62 @@ def check(settings: Common, *, counts: tuple[str, ...] = ()) -> Where:
         raise ValueError(f"--save-every cannot be {settings.save_every}")
     if settings.resume and settings.out is None:
         raise ValueError("--resume needs --out, the folder of the run to go on with")
+    _link(settings)
+
+
+def share(settings: Common, processes: int) -> int:
+    """How many devices each of several processes has for its workers.
+
+    Raises ``ValueError`` where they cannot have equally many, or cannot run together.
+    """
+    group = settings.fsdp * settings.tensor
+    if settings.workers * group % processes:
+        each = f" of {group} devices" if group > 1 else ""
+        raise ValueError(
+            f"--workers {settings.workers}{each} cannot be shared out evenly among "
+            f"{processes} processes: give a multiple of {processes}"
+        )
+    if processes > 1 and settings.backend == "pmap":
+        raise ValueError("--backend pmap runs in one process: leave it out")
+    if processes == 1 and group > 1 and settings.backend != "shard_map":
+        raise ValueError("--fsdp and --tensor need --backend shard_map")
+    return settings.workers * group // processes
+
+
+def place(settings: Common, *, processes: int = 1) -> Where:
+    """Where it runs: virtual workers, or devices, of all processes that have joined.
+
+    Raises ``Disagreement`` where these were started with other settings or other code.
+    """
+    devices, mesh = share(settings, processes), None
+    if settings.backend != "vmap":
+        # Only before the backend starts; after that the mesh says what is missing.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", devices)
+        if processes > 1:
+            asked = {"settings": asdict(settings), "code of experiments": _code()}
+            lc.check_alike(json.loads(json.dumps(asked, default=str)))
+        inside = {"fsdp": settings.fsdp, "tensor": settings.tensor}
+        inside = {name: size for name, size in inside.items() if size > 1}
+        mesh = lc.worker_mesh(settings.workers, inside=inside)
+    link, compute = _link(settings)
+    return Where(settings.workers, link, mesh, settings.backend, compute, processes)
+
+
+def _code() -> dict[str, str]:
+    return code_of(Path(__file__).parent)
+
+
+def _link(settings: Common) -> tuple[lc.Link, float | None]:
     link = lc.Link.parse(settings.bandwidth, settings.latency)
+    if settings.compute is None:
+        return link, None
     try:
-        compute = None if settings.compute is None else parse_latency(settings.compute)
+        return link, parse_latency(settings.compute)
     except ValueError:
         raise ValueError(
             f"--compute {settings.compute!r}: write seconds such as '5ms'."
         ) from None
-    mesh = None
-    if settings.backend != "vmap":
-        # Only before the backend starts; after that the mesh says what is missing.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", settings.workers)
-        mesh = lc.worker_mesh(settings.workers)
-    return Where(settings.workers, link, mesh, settings.backend, compute)
 
 
 def examples(settings: Common) -> int:

@@ -10,7 +10,8 @@ A *stream* turns the rows into batches. Every epoch each worker shuffles its own
 takes ``m // batch_size`` batches from it, none of them twice; the ``m % batch_size``
 examples at the end of the order sit the epoch out, and the next order brings others to
 the end. Batch ``step`` is a pure function of (rows, batch size, seed, step): a run may
-stop anywhere and go on from there.
+stop anywhere and go on from there. So is any worker's part of it: a process looks up
+the examples of its own workers only.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from .names import lookup
+from .task import ALL, Workers
 
 Split: TypeAlias = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 
@@ -113,8 +115,10 @@ def find_split(name: str, *, alpha: float = 0.5) -> Split:
 
 def stream(
     rows: np.ndarray, batch_size: int, *, seed: int = 0
-) -> Callable[[int], np.ndarray]:
+) -> Callable[..., np.ndarray]:
     """Batches of positions: ``stream(rows, b)(step)`` is ``int[workers, b]``.
+
+    ``stream(rows, b)(step, some)`` are the rows ``some`` of it.
 
     Raises ``ValueError`` where a worker has fewer examples than a batch takes.
 
@@ -126,11 +130,11 @@ def stream(
         >>> sorted(epoch[0].tolist()), sorted(epoch[1].tolist())
         ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11])
     """
-    workers, size = rows.shape
+    size = rows.shape[1]
     if not 1 <= batch_size <= size:
         raise ValueError(
             f"a batch of {batch_size} cannot be taken from the {size} examples of each "
-            f"of {workers} workers: choose a batch size from 1 to {size}"
+            f"of {len(rows)} workers: choose a batch size from 1 to {size}"
         )
     per_epoch = size // batch_size
 
@@ -139,11 +143,11 @@ def stream(
     def order(epoch: int) -> np.ndarray:
         return np.random.default_rng((seed, epoch)).permuted(rows, axis=1)
 
-    def positions(step: int) -> np.ndarray:
+    def positions(step: int, workers: Workers = ALL) -> np.ndarray:
         if step < 0:
             raise ValueError(f"steps count from 0, not from {step}")
         epoch, batch = divmod(int(step), per_epoch)
-        return order(epoch)[:, batch * batch_size : (batch + 1) * batch_size]
+        return order(epoch)[workers, batch * batch_size : (batch + 1) * batch_size]
 
     return positions
 

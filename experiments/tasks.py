@@ -13,7 +13,7 @@ import optax
 from . import data, language, models
 from .names import lookup
 from .splits import Split, find_split, stream
-from .task import PyTree, Task
+from .task import ALL, PyTree, Task
 from .transformer import SIZES
 
 
@@ -36,8 +36,8 @@ def image_task(
     def init(key):
         return model.init(key, dataset.train.inputs[:1])
 
-    def batches(step):
-        chosen = positions(step)
+    def batches(step, workers=ALL):
+        chosen = positions(step, workers)
         return data.Batch(dataset.train.inputs[chosen], dataset.train.labels[chosen])
 
     def evaluate(params):
@@ -100,8 +100,8 @@ def least_squares(
         residual = batch.inputs @ params["x"] - batch.labels
         return 0.5 * jnp.sum(residual**2, axis=-1).mean()
 
-    def batches(step):
-        chosen = positions(step)
+    def batches(step, workers=ALL):
+        chosen = positions(step, workers)
         return data.Batch(rows_a[chosen], rows_b[chosen])
 
     def evaluate(params):

@@ -4,11 +4,20 @@
 from .spmd import (
     AXIS as AXIS,
     stack as stack,
-    unstack as unstack,
     worker_mesh as worker_mesh,
 )
 from .workers import spread as spread
 from .shards import init as init
+
+# Processes
+from .processes import (
+    at_hand as at_hand,
+    feed as feed,
+    join as join,
+    unstack as unstack,
+    workers_at_hand as workers_at_hand,
+)
+from .agreement import check_alike as check_alike
 
 # What travels
 from .compressors import (
@@ -71,6 +80,7 @@ from .lossless import (
 from .sketching import sketched as sketched, sketched_top_k as sketched_top_k
 from .flattened import flattened as flattened
 from .shards import per_shard as per_shard
+from .sharded import sharded as sharded
 
 # When
 from .triggers import (
@@ -99,7 +109,14 @@ from .links import proximal as proximal, random_pull as random_pull
 from .moments import averaged_moments as averaged_moments
 from .readout import apply_updates as apply_updates, consensus as consensus
 
-from .guard import skip_nonfinite as skip_nonfinite
+# What is not finite, and who is not there any more
+from .guard import (
+    restart_nonfinite as restart_nonfinite,
+    skip_nonfinite as skip_nonfinite,
+)
+from .survivors import surviving as surviving, surviving_mean as surviving_mean
+from .resize import resize as resize
+
 from .statistics import (
     recompute_statistics as recompute_statistics,
     track as track,
@@ -212,12 +229,31 @@ from .train import Run as Run, fit as fit
 # Bytes and seconds
 from .ledger import Traffic as Traffic, traffic as traffic
 from .hlo import compiled_traffic as compiled_traffic
+from .scheduled import scheduled as scheduled
 from .meter import meter as meter
 from .network import (
     Link as Link,
+    Network as Network,
     break_even_bandwidth as break_even_bandwidth,
+    collective_seconds as collective_seconds,
+    run_seconds as run_seconds,
     seconds as seconds,
 )
+from .timeline import (
+    Transfer as Transfer,
+    exposed_seconds as exposed_seconds,
+    seconds_to as seconds_to,
+    timeline as timeline,
+)
+from .stragglers import (
+    compute_times as compute_times,
+    exponential_tail as exponential_tail,
+    lognormal as lognormal,
+    one_slow as one_slow,
+    steady as steady,
+    synced_seconds as synced_seconds,
+)
+from .planning.advice import advise as advise
 from .loading import flat_seconds as flat_seconds, layered_seconds as layered_seconds
 
 # The laws, for a method of your own

@@ -15,19 +15,20 @@ import json
 import logging
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from .agreement import together
 from .folders import ABOUT, ARRAYS, begin, claim, complete_steps, remove
 from .leaves import PyTree
 from .manifest import (
+    About,
     Leaf,
     as_json,
     check_files,
@@ -35,10 +36,12 @@ from .manifest import (
     check_same_settings,
     damaged,
     file_list,
+    leaves_of,
     manifest,
     some,
 )
-from .stored import bits, placed, stored
+from .resize import Carry, resized
+from .stored import as_saved, bits, placed, stored
 
 try:
     import orbax.checkpoint as ocp
@@ -46,14 +49,6 @@ except ImportError as missing:
     raise ImportError(
         "checkpoints are written with orbax: pip install 'lowcomm[checkpoints]'."
     ) from missing
-
-
-class About(NamedTuple):
-    """What a checkpoint says of itself."""
-
-    step: int  # the first one not taken yet
-    settings: dict
-    notes: dict
 
 
 class Checkpoints:
@@ -64,8 +59,8 @@ class Checkpoints:
 
     ``keep`` of them are kept, the newest. ``settings`` are what the run depends on, as
     JSON; they are saved along, and a folder that holds a run with other settings is
-    refused. ``None`` compares nothing, for a reader. Nothing is sent between workers,
-    except that processes, if there are several, wait for each other.
+    refused. ``None`` compares nothing, for a reader; those that are ``free`` may have
+    changed. Nothing is sent between workers, but several processes wait for each other.
 
     Use it as a context, or ``close`` it: that waits until what was saved is complete,
     which the end of the program does not. An error of a save is raised by the next
@@ -101,6 +96,7 @@ class Checkpoints:
         *,
         keep: int = 2,
         settings: Mapping[str, Any] | None = None,
+        free: Collection[str] = (),
     ):
         """Open the folder; it is made by the first save."""
         if keep < 1:
@@ -108,6 +104,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._settings = None if settings is None else as_json("settings", settings)
+        self._free = set(free)
         self._writing: tuple[int, Future] | None = None
         self._closed = False
         self._claimed: int | None = None
@@ -191,17 +188,29 @@ class Checkpoints:
         """
         self.wait()
         folder, about = self._read(step)
-        saved = {path: Leaf(*leaf) for path, leaf in about["leaves"].items()}
-        here = manifest(like)
-        check_same(f"checkpoint {folder}", saved, here)
-        check_files(folder, about["files"])
-        places, structure = jax.tree.flatten(like)
-        places = dict(zip(here, places, strict=True))
-        how = {p: _reading(x) for p, x in places.items() if not saved[p].empty}
-        args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how)
-        arrays = self._orbax.restore(folder / ARRAYS, args=args) if how else {}
-        back = [placed(arrays.get(p), saved[p], x) for p, x in places.items()]
-        return about["step"], jax.tree.unflatten(structure, back)
+        saved = leaves_of(about)
+        check_same(f"checkpoint {folder}", saved, manifest(like))
+        return about["step"], self._load(folder, about["files"], saved, like)
+
+    def restore_resized(
+        self, like: Carry, step: int | None = None, *, stay: Sequence[int] | None = None
+    ) -> tuple[int, Carry]:
+        """``restore`` of a run of K workers into ``like``, the first carry of K′.
+
+        By ``lowcomm.resize``, which says what becomes of what; ``stay`` is its own.
+        ``like`` is ``(params, state)`` as K′ workers begin, of the method built for
+        them. Settings that say how many there are must be ``free``. Every process reads
+        the whole and holds it once; with K = K′ it comes back bit for bit.
+
+        Raises:
+            ValueError: what ``restore`` and ``resize`` raise.
+        """
+        self.wait()
+        folder, about = self._read(step)
+        saved = leaves_of(about)
+        whole = as_saved(f"checkpoint {folder}", saved, like)
+        carry = self._load(folder, about["files"], saved, whole)
+        return about["step"], resized(carry, like, stay=stay)
 
     def resume(self, like: PyTree) -> tuple[int, PyTree]:
         """``restore(like)``, or ``(0, like)`` where nothing was saved yet."""
@@ -220,12 +229,11 @@ class Checkpoints:
             return
         step, writing = self._writing
         failure, self._writing = writing.exception(), None
-        if jax.process_count() > 1:  # the first process completes for all of them
-            multihost_utils.sync_global_devices("checkpoint")
-        if failure is not None:
-            raise RuntimeError(
-                f"checkpoint {self._folder(step)} could not be written: {failure}"
-            ) from failure
+        with together():  # the first process completes for all of them
+            if failure is not None:
+                raise RuntimeError(
+                    f"checkpoint {self._folder(step)} could not be written: {failure}"
+                ) from failure
 
     def close(self) -> None:
         """Wait, and let go of the threads."""
@@ -246,12 +254,29 @@ class Checkpoints:
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         """Close; an error of the loop is not hidden by one of a save."""
+        if error is not None and jax.process_count() > 1:
+            self._closed = True  # without the other processes, which may wait for it
+            atexit.unregister(self.close)
+            return
         try:
             self.close()
         except RuntimeError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
+
+    def _load(
+        self, folder: Path, files: dict, saved: dict[str, Leaf], like: PyTree
+    ) -> PyTree:
+        """The arrays of a checkpoint, each where and as what ``like`` holds it."""
+        check_files(folder, files)
+        places, structure = jax.tree.flatten(like)
+        places = dict(zip(manifest(like), places, strict=True))
+        how = {p: _reading(x) for p, x in places.items() if not saved[p].empty}
+        args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how)
+        arrays = self._orbax.restore(folder / ARRAYS, args=args) if how else {}
+        back = [placed(arrays.get(p), saved[p], x) for p, x in places.items()]
+        return jax.tree.unflatten(structure, back)
 
     def _folder(self, step: int) -> Path:
         return self.directory / str(step)
@@ -294,9 +319,8 @@ class Checkpoints:
         except ValueError as problem:
             raise damaged(folder, f"{ABOUT} is not JSON ({problem})") from problem
         if self._settings is not None:
-            check_same_settings(
-                f"the run in {self.directory}", about["settings"], self._settings
-            )
+            then, name = about["settings"], f"the run in {self.directory}"
+            check_same_settings(name, then, self._settings, free=self._free)
         return folder, about
 
 

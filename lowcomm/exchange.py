@@ -48,9 +48,9 @@ Exchange: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class GossipState(NamedTuple):
-    """State of ``gossip`` on a graph that changes."""
+    """State of ``gossip``, of one kind whatever the graph."""
 
-    exchanges: jax.Array  # int32, how often this worker has mixed
+    exchanges: jax.Array  # int32, how often it has mixed on a graph that changes
 
 
 _VOTES: contextvars.ContextVar[tuple] = contextvars.ContextVar("votes", default=())
@@ -233,8 +233,6 @@ def gossip(graph: Graph, *, axis: Axis = AXIS) -> Exchange:
         mixing_matrix(graph, i)  # raises unless it is doubly stochastic
 
     def init(params):
-        if not changing:
-            return optax.EmptyState()
         return GossipState(vary(jnp.zeros((), jnp.int32), axis))
 
     def update(updates, state, params=None, *, about="gradients", within=None, **extra):

@@ -33,6 +33,7 @@ from .leaves import (
     subtract,
     zeros,
 )
+from .sharded import by_shard
 from .spmd import AXIS, Axis
 from .talk import (
     PerLeaf,
@@ -92,7 +93,7 @@ def compressed_mean(
         heard, _ = talk(compressor, updates, step=step, seed=seed, axis=axis)
         return like(updates, heard), state
 
-    return Exchange(lambda params: optax.EmptyState(), update)
+    return by_shard(Exchange(lambda params: optax.EmptyState(), update))
 
 
 def error_feedback(
@@ -168,7 +169,7 @@ def error_feedback(
         error = map_leaves(unsaid, state.error, wanted, said)
         return like(updates, heard), ErrorFeedbackState(error)
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def difference_feedback(
@@ -268,4 +269,4 @@ def difference_feedback(
             map_leaves(remember, state.heard, heard, heard),
         )
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))

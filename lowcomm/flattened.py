@@ -12,6 +12,7 @@ import optax
 from .exchange import Exchange, check_local
 from .leaves import PyTree, fitting, takes_part
 from .parts import expect
+from .sharded import by_shard
 from .spmd import leaves_are_divided, varying_axes
 
 
@@ -71,7 +72,7 @@ def flattened(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
         )
         return _put_back(updates, heard), FlattenedState(kept)
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def _kinds(tree: PyTree) -> dict[str, list[int]]:

@@ -79,57 +79,80 @@ def compiled_traffic(compiled: Any, *, mesh: Mesh | AbstractMesh) -> Traffic:
         {('all_reduce', 'workers', 'bfloat16'): 10}
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    computations, entry = parse(text)
-    reader = _Reader(computations, mesh, _positions(text, mesh), [])
-    reader.walk(entry, (), 1)
+    reader = Reader.of(text, mesh)
+    reader.walk(reader.entry, (), 1)
     return Traffic(tuple(reader.rows))
 
 
-class _Reader(NamedTuple):
+def is_collective(opcode: str) -> bool:
+    """Whether an instruction is a collective, or starts one."""
+    return opcode.removesuffix("-start") in KINDS
+
+
+class Reader(NamedTuple):
     """A walk over a module from its entry, collecting rows."""
 
     computations: dict[str, Computation]
+    entry: str
     mesh: Any  # Mesh | AbstractMesh
     positions: np.ndarray
     rows: list[Row]
+    carried: set[str]  # collectives of which a fusion before had a part
+
+    @classmethod
+    def of(cls, text: str, mesh: Mesh | AbstractMesh) -> Reader:
+        """A walk that has not begun."""
+        return cls(*parse(text), mesh, _positions(text, mesh), [], set())
 
     def walk(self, name: str, guard: tuple, count: int | None) -> None:
+        """What a computation sends that runs ``count`` times."""
         here = self.computations[name]
         for found in here.values():
-            opcode = found.opcode
-            kind = KINDS.get(opcode.removesuffix("-start"))
-            if kind is not None:
-                self.collective(here, found, kind, guard, count)
-            elif opcode == "send":
-                self.send(here, found, guard, count)
-            elif opcode == "while":
-                trips = trip_count(self.computations, here, found)
-                known = None if trips is None or count is None else trips * count
-                for part in ("condition", "body"):
-                    # The condition is asked once more than the body runs.
-                    more = (count or 0) if part == "condition" else 0
-                    times = None if known is None else known + more
-                    self.walk(called(found, part)[0], guard, times)
-            elif opcode == "conditional":
-                branches = called(found, "branch_computations") or [
-                    *called(found, "false_computation"),
-                    *called(found, "true_computation"),
-                ]
-                taken = [c for row in self.rows for c, _ in row.guard]
-                mine = 1 + max(taken + [c for c, _ in guard], default=0)
-                for i, branch in enumerate(branches):
-                    self.walk(branch, (*guard, (mine, i)), count)
-            elif not opcode.endswith(("-done", "-update")):
-                for key in ("calls", "to_apply", "called_computations"):
-                    for target in called(found, key):
-                        self.walk(target, guard, count)
+            self.instruction(here, found, guard, count)
 
-    def collective(self, here, found, kind, guard, count) -> None:
+    def instruction(self, here, found, guard, count) -> None:
+        """What one of its instructions sends, or what it calls."""
+        opcode = found.opcode
+        if is_collective(opcode):
+            self._collective(here, found, guard, count)
+        elif opcode == "send":
+            self._send(here, found, guard, count)
+        elif opcode == "while":
+            trips = trip_count(self.computations, here, found)
+            known = None if trips is None or count is None else trips * count
+            for part in ("condition", "body"):
+                # The condition is asked once more than the body runs.
+                more = (count or 0) if part == "condition" else 0
+                times = None if known is None else known + more
+                self.walk(called(found, part)[0], guard, times)
+        elif opcode == "conditional":
+            branches = called(found, "branch_computations") or [
+                *called(found, "false_computation"),
+                *called(found, "true_computation"),
+            ]
+            taken = [c for row in self.rows for c, _ in row.guard]
+            mine = 1 + max(taken + [c for c, _ in guard], default=0)
+            for i, branch in enumerate(branches):
+                self.walk(branch, (*guard, (mine, i)), count)
+        elif not opcode.endswith(("-done", "-update")):
+            for key in ("calls", "to_apply", "called_computations"):
+                for target in called(found, key):
+                    self.walk(target, guard, count)
+
+    def _collective(self, here, found, guard, count) -> None:
+        # TPU fusions carry a collective along: its start, its end and what is computed
+        # in between each hold it once, as one link of a chain.
+        channel = re.search(r"channel_id=(\d+)", found.attributes)
+        if channel and "chain_id=" in found.attributes:
+            if channel[1] in self.carried:
+                return
+            self.carried.add(channel[1])
+        kind = KINDS[found.opcode.removesuffix("-start")]
         if kind == "permute":
             groups = source_target_pairs(found.attributes)
         else:
             groups = replica_groups(found.attributes, len(self.positions))
-        axis = self.axis([self.positions[group] for group in groups])
+        axis = self._axis([self.positions[group] for group in groups])
         sent = [a for name in found.operands for a in arrays(here[name].shape)]
         if found.opcode.startswith("ragged"):
             sent = sent[:1]  # the others are its result and its indices
@@ -140,7 +163,7 @@ class _Reader(NamedTuple):
             times = count if axis else 0
             self.rows.append(Row(kind, axis, dtype, size, times, guard, wave=wave))
 
-    def send(self, here, found, guard, count) -> None:
+    def _send(self, here, found, guard, count) -> None:
         text = found.attributes
         transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', text)
         if transfer is None and "is_host_transfer=true" in text:
@@ -150,16 +173,16 @@ class _Reader(NamedTuple):
         listed = source_target_pairs(text)
         if pairs:
             place = {d.id: i for i, d in enumerate(self.mesh.devices.flat)}
-            axis = self.axis([[place[int(a)], place[int(b)]] for a, b in pairs])
+            axis = self._axis([[place[int(a)], place[int(b)]] for a, b in pairs])
         elif listed:
-            axis = self.axis([self.positions[pair] for pair in listed])
+            axis = self._axis([self.positions[pair] for pair in listed])
         else:
-            axis = self.across_slices()
+            axis = self._across_slices()
         wave = len(self.rows)
         for dtype, size in arrays(here[found.operands[0]].shape):
             self.rows.append(Row(kind, axis, dtype, size, count, guard, wave=wave))
 
-    def axis(self, groups: Sequence[Any]) -> Axis:
+    def _axis(self, groups: Sequence[Any]) -> Axis:
         """The mesh axes along which members of a group differ."""
         shape = tuple(self.mesh.shape.values())
         spanned = [False] * len(shape)
@@ -169,7 +192,7 @@ class _Reader(NamedTuple):
         names = tuple(n for n, s in zip(self.mesh.shape, spanned, strict=True) if s)
         return names[0] if len(names) == 1 else names
 
-    def across_slices(self) -> Axis:
+    def _across_slices(self) -> Axis:
         """The mesh axes that lead from one TPU slice to another."""
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError(

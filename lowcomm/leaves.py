@@ -70,6 +70,12 @@ def movable(tree: PyTree, like: PyTree | None = None) -> PyTree:
     )
 
 
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether no floating-point or complex leaf holds a NaN or an infinity."""
+    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in leaves]))
+
+
 def precise(x: jax.Array) -> jax.Array:
     """``x`` in the precision sums are formed in: float32 for half-precision arrays."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

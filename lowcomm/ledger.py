@@ -97,6 +97,16 @@ class Traffic(NamedTuple):
         """Without the rows that repeat another, as XLA compiles it."""
         return Traffic(tuple(row for row in self.rows if not row.repeats))
 
+    def together(self) -> Traffic:
+        """Of a worker that is a group of devices, what all of them send.
+
+        A reduction that the compiler divides among them is counted whole as it is;
+        what each sends by itself, as in ``per_shard``, as often as they are.
+        """
+        return Traffic(
+            tuple(replace(row, bytes=row.bytes * row.shards) for row in self.rows)
+        )
+
     def widened(self) -> Traffic:
         """With floats as XLA's CPU backend sends them, 8 bits as 16 and bf16 as 32."""
 
@@ -166,7 +176,7 @@ def traffic(
         *args: its arguments, one worker's, arrays or ``ShapeDtypeStruct``s.
         workers: how many there are along ``axis`` (a tuple of sizes for a tuple of
             names), or a mesh; then ``fn`` may enter ``shard_map`` over the mesh's
-            other axes, and what it sends inside is per shard.
+            other axes, and what it sends inside is per shard (``together``).
         axis: the axis name or names that ``fn`` talks along.
 
     Raises:
@@ -190,7 +200,7 @@ def traffic(
             return on_mesh(lambda *xs: flat(*vary(xs, axis)), mesh, axis, in_specs=P())
 
         jaxpr, *_ = trace(fn, args, wrap=meshed)
-        return Traffic(tuple(rows_of(jaxpr, sizes)))
+        return Traffic(tuple(rows_of(jaxpr, sizes, names(axis))))
     given = (workers,) if isinstance(workers, int | np.integer) else tuple(workers)
     if len(given) != len(names(axis)) or any(size < 1 for size in given):
         raise ValueError(

@@ -36,6 +36,7 @@ from .packing import pack, packed_bytes
 from .parts import expect
 from .peeling import ROWS, peel, sketch, support
 from .selections import random_k
+from .sharded import by_shard
 from .spmd import AXIS, Axis, axis_size, vary
 from .talk import admit_shrinking, check_divergence, fitting, left_over
 from .transport import gather, reduce_max, reduce_mean, reduce_sum, swap
@@ -107,7 +108,7 @@ def sparsified(compressor: Compressor, *, seed: int = 0, axis: Axis = AXIS) -> E
         unsaid = lambda e, p, s: left_over(p, precise(s))
         return said, SparsifiedState(map_leaves(unsaid, state.error, wanted, said))
 
-    return Exchange(lambda params: SparsifiedState(zeros(params)), update)
+    return by_shard(Exchange(lambda params: SparsifiedState(zeros(params)), update))
 
 
 def lossless_homomorphic(
@@ -224,7 +225,7 @@ def lossless_homomorphic(
         state = LosslessState(vary(unpeeled, axis), vary(fallbacks, axis))
         return like(updates, back(heard)), state
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def lossless_bytes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,14 @@ DTYPES = {
     *("int4", "float8_e4m3fn", "float8_e5m2"),
 }
 MOST_NAMED = 6  # leaves in one error
+
+
+class About(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    step: int  # the first one not taken yet
+    settings: dict
+    notes: dict
 
 
 class Leaf(NamedTuple):
@@ -111,6 +119,7 @@ def check_same(name: str, saved: Manifest, here: Manifest) -> None:
                 + [f"this carry has {some(new)}, which it lacks"] * bool(new)
             )
             + ". Restore into a carry as the same method, optimizer and model begin it."
+            + _by_shard(lost + new)
         )
     differ = [p for p in saved if str(saved[p]) != str(here[p])]
     if not differ:
@@ -125,7 +134,7 @@ def check_same(name: str, saved: Manifest, here: Manifest) -> None:
         ((before, now),) = sizes
         raise ValueError(
             f"{name} is of {before} workers and this carry of {now}: restore into a "
-            f"carry of {before} workers."
+            f"carry of {before} workers, or by restore_resized."
         )
     listed = [
         f"{_named(saved[p].path)} is {saved[p]} there and {here[p]} here"
@@ -133,17 +142,37 @@ def check_same(name: str, saved: Manifest, here: Manifest) -> None:
     ]
     raise ValueError(
         f"{name} is of another model or setting: {some(listed, '; ')}. Restore into a "
-        "carry of the same shapes and dtypes."
+        "carry of the same shapes and dtypes." + _by_shard(listed)
     )
 
 
-def check_same_settings(name: str, saved: Mapping, here: Mapping) -> None:
-    """Raise, with both values, unless a run's settings are those that were saved."""
+def _by_shard(differing: Sequence[str]) -> str:
+    """What to do where it is the shards of workers that differ."""
+    if not any(".shards" in where for where in differing):
+        return ""
+    return (
+        " (What compressed exchanges keep is kept by shard: restore it on a mesh whose "
+        "workers have as many devices.)"
+    )
+
+
+def leaves_of(about: Mapping) -> Manifest:
+    """The manifest in what is written about a checkpoint."""
+    return {path: Leaf(*leaf) for path, leaf in about["leaves"].items()}
+
+
+def check_same_settings(
+    name: str, saved: Mapping, here: Mapping, *, free: Collection[str] = ()
+) -> None:
+    """Raise, with both values, unless a run's settings are those that were saved.
+
+    Those that are ``free`` may differ.
+    """
     absent = object()
     said = lambda x: "absent" if x is absent else json.dumps(x)
     listed = [
         f"{key} was {said(saved.get(key, absent))} and is {said(here.get(key, absent))}"
-        for key in sorted(saved.keys() | here.keys())
+        for key in sorted((saved.keys() | here.keys()) - set(free))
         if said(saved.get(key, absent)) != said(here.get(key, absent))
     ]
     if listed:

@@ -30,6 +30,7 @@ from .leaves import (
     zeros,
 )
 from .parts import expect
+from .sharded import by_shard
 from .spmd import AXIS, Axis
 from .talk import (
     PerLeaf,
@@ -126,7 +127,7 @@ def masked_feedback(
         unsent = map_leaves(left_over, wanted, said)
         return like(updates, heard), MaskedFeedbackState(pace, unsent)
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def staged(

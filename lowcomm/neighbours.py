@@ -39,6 +39,7 @@ from .leaves import (
     zeros,
 )
 from .parts import expect
+from .sharded import by_shard
 from .spmd import AXIS, Axis, axis_size
 from .topology import Graph, mixing_matrix
 from .transport import permute
@@ -177,7 +178,7 @@ def choco(
         gap = map_leaves(remembered, state.gap, own, *others)
         return like(updates, heard), ChocoState(public, gap)
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def _tell(compressor, news, away, step, seed, axis):

@@ -1,163 +1,43 @@
 """What traffic costs in seconds on a network, by the α–β model.
 
-A message of n bytes over a link of bandwidth β (bits a second) and latency α takes
-α + 8n/β seconds. Among K workers, with n the bytes of the operand of one worker:
-
-    all_reduce       2(K−1)/K · 8n/β + 2(K−1)·α     ring: reduce-scatter, all-gather
-    reduce_scatter    (K−1)/K · 8n/β +  (K−1)·α
-    all_to_all        (K−1)/K · 8n/β +  (K−1)·α
-    all_gather        (K−1)   · 8n/β +  (K−1)·α     n is what each contributes
-    broadcast                   8n/β +  (K−1)·α     pipelined along a chain
-    permute, send               8n/β +        α
-
-Collectives of one kind along one axis that do not wait for each other (``Row.wave``)
-leave together: their bytes add up and latency is paid once, as XLA's combiners and
-fused transports have it. All others follow each other and the computation: what a
-method overlaps is not overlapped here. One worker pays nothing.
+``costs`` has the formula of each collective. Collectives of one kind along one axis
+that do not wait for each other (``Row.wave``) leave together: their bytes add up and
+latency is paid once, as XLA's combiners and fused transports have it. All others follow
+each other and the computation: ``timeline`` is for what hides behind it. One worker
+pays nothing.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
+from .connections import (
+    Level,
+    Link as Link,
+    Network as Network,
+    lookup,
+    parse_bandwidth as parse_bandwidth,
+    parse_latency as parse_latency,
+    slowest,
+)
+from .costs import collective_seconds as collective_seconds, levels_seconds
 from .ledger import Axis, Row, Traffic, calls
 from .spmd import names
 
-_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_TIMES = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between workers.
-
-    Attributes:
-        bandwidth: bits per second in one direction.
-        latency: seconds from one end to the other.
-
-    Raises:
-        ValueError: a bandwidth that is not positive, a negative latency, NaN.
-
-    Example:
-        >>> Link.parse("100Mbit", "20ms")
-        Link(bandwidth=100000000.0, latency=0.02)
-    """
-
-    bandwidth: float
-    latency: float = 0.0
-
-    def __post_init__(self):
-        """Refuse what is no link."""
-        if not self.bandwidth > 0:
-            raise ValueError(
-                f"bandwidth={self.bandwidth}: give bits per second, more than 0."
-            )
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency={self.latency}: give seconds, 0 or more.")
-
-    @classmethod
-    def parse(cls, bandwidth: str, latency: str = "0s") -> Link:
-        """A link from text such as ``"100Mbit"`` and ``"20ms"``.
-
-        Bandwidths are in bit, kbit, Mbit, Gbit or Tbit, powers of 1000, case ignored;
-        latencies in ns, us, ms or s.
-
-        Raises:
-            ValueError: another unit or no number; bytes are refused, not guessed.
-
-        Example:
-            >>> Link.parse("1.5 Gbit").bandwidth, Link.parse("1bit", "250us").latency
-            (1500000000.0, 0.00025)
-        """
-        return cls(parse_bandwidth(bandwidth), parse_latency(latency))
-
-
-def parse_bandwidth(text: str) -> float:
-    """Bits per second from text such as ``"100Mbit"``.
-
-    Example:
-        >>> parse_bandwidth("10kbit")
-        10000.0
-    """
-    number = _number(text, "bit", _RATES)
-    if number is None:
-        raise ValueError(
-            f"bandwidth {text!r}: write a number and one of bit, kbit, Mbit, Gbit, "
-            "Tbit (bits per second, not bytes), such as '100Mbit'."
-        )
-    return number
-
-
-def parse_latency(text: str) -> float:
-    """Seconds from text such as ``"20ms"``.
-
-    Example:
-        >>> parse_latency("20ms")
-        0.02
-    """
-    number = _number(text, "s", _TIMES)
-    if number is None:
-        raise ValueError(
-            f"latency {text!r}: write a number and one of ns, us, ms, s, such as "
-            "'20ms'."
-        )
-    return number
-
-
-def collective_seconds(
-    collective: str, nbytes: float, *, workers: int, link: Link
-) -> float:
-    """Seconds of one collective, by the formulas above.
-
-    Args:
-        collective: as in ``Row.collective``.
-        nbytes: of the operand of one worker.
-        workers: K, how many take part.
-        link: what connects each to the next.
-
-    Raises:
-        ValueError: an unknown collective, fewer than one worker.
-
-    Example:
-        >>> link = Link.parse("8Mbit", "1ms")
-        >>> collective_seconds("permute", 1_000_000, workers=4, link=link)
-        1.001
-        >>> round(collective_seconds("all_reduce", 1_000_000, workers=4, link=link), 6)
-        1.506
-        >>> collective_seconds("all_reduce", 1_000_000, workers=1, link=link)
-        0.0
-    """
-    if workers < 1:
-        raise ValueError(f"workers={workers}: there must be at least one.")
-    others, share = workers - 1, (workers - 1) / workers
-    factors = {
-        "all_reduce": (2 * share, 2 * others),
-        "reduce_scatter": (share, others),
-        "all_to_all": (share, others),
-        "all_gather": (others, others),
-        "broadcast": (1, others),
-        "permute": (1, 1),
-        "send": (1, 1),
-    }
-    if collective not in factors:
-        raise ValueError(f"no cost for {collective!r}: know {', '.join(factors)}.")
-    if workers == 1:
-        return 0.0
-    volume, messages = factors[collective]
-    return volume * 8 * nbytes / link.bandwidth + messages * link.latency
+Links = Link | Mapping[str, Link] | Network
 
 
 def seconds(
     traffic: Traffic,
-    link: Link | Mapping[str, Link],
-    workers: int | Mapping[str, int],
+    link: Links,
+    workers: int | Mapping[str, int] | None = None,
     compute: float = 0.0,
     *,
     counts: Any = None,
+    algorithm: str = "ring",
 ) -> float:
     """Predicted seconds of one execution, computing and talking in turn.
 
@@ -168,42 +48,38 @@ def seconds(
 
     Args:
         traffic: from ``traffic`` or ``compiled_traffic``.
-        link: one for all axes, or one per mesh axis. A collective over several axes
-            goes at the pace of the slowest of them.
-        workers: K of the one axis, or the size of every axis that traffic names.
+        link: one for all axes, or one per mesh axis, or a ``Network``. A collective
+            over several axes goes at the pace of the slowest of them, but for what
+            ``costs.levels_seconds`` says of ``"best"`` and ``"two_level"``.
+        workers: K of the one axis, or the size of every axis that traffic names; a
+            network has its own.
         compute: seconds of everything else.
         counts: how often each row ran.
+        algorithm: "ring", "tree", "best", "two_level" or "gloo"; see ``costs``.
 
     Raises:
-        ValueError: an axis without a link or a size, one size for several axes; a
-            ``while`` and no ``counts``.
+        ValueError: an axis without a link or a size, one size for several axes, sizes
+            beside a network; a ``while`` and no ``counts``; an unknown algorithm.
 
     Example:
         Eight workers on a slow link: compressing 32 bits to 1 saves nearly 32 times,
-        until latency is all that is left.
+        until latency is all that is left, of which a tree has less than a ring.
 
         >>> dense = Traffic((Row("all_reduce", "workers", "float32", 4_000_000),))
         >>> signs = Traffic((Row("all_reduce", "workers", "uint8", 125_000),))
-        >>> for latency in ("0s", "20ms"):
+        >>> for latency, how in (("0s", "ring"), ("20ms", "ring"), ("20ms", "best")):
         ...     link = Link.parse("100Mbit", latency)
-        ...     print(round(seconds(dense, link, 8) / seconds(signs, link, 8), 1))
+        ...     price = lambda sent: seconds(sent, link, 8, algorithm=how)
+        ...     print(round(price(dense) / price(signs), 1))
         32.0
         2.8
+        7.6
     """
-
-    axes = {row.axis for row in traffic.rows if row.count != 0}
-    if not isinstance(workers, Mapping) and len(axes) > 1:
-        raise ValueError(
-            f"workers={workers} is one size and the traffic goes along "
-            f"{sorted(map(str, axes))}: give the size of each axis."
-        )
+    levels = _levels(traffic, link, workers)
 
     def price(row: Row) -> float:
-        return collective_seconds(
-            row.collective,
-            row.bytes,
-            workers=_size(row.axis, workers),
-            link=_slowest(row.axis, link),
+        return levels_seconds(
+            row.collective, row.bytes, levels=levels(row.axis), algorithm=algorithm
         )
 
     times = [1] * len(traffic.rows) if counts is None else calls(traffic, counts)
@@ -212,6 +88,68 @@ def seconds(
         return compute + float(messages.largest(price))
     pairs = zip(ran, messages.rows, strict=True)
     return compute + sum(n * price(row) for n, row in pairs if n)
+
+
+class Ran(Protocol):
+    """Some steps of one kind, as ``fit`` has them in ``Run.programs``."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of one of the steps."""
+        ...
+
+    @property
+    def ran(self) -> Any:
+        """How often each row ran in all of them."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How many there were."""
+        ...
+
+
+def run_seconds(
+    programs: Iterable[Ran],
+    link: Links,
+    workers: int | Mapping[str, int] | None = None,
+    compute: float = 0.0,
+    *,
+    algorithm: str = "ring",
+) -> float:
+    """Predicted seconds of a whole run of ``fit``, computing and talking in turn.
+
+    Args:
+        programs: ``Run.programs``.
+        link: as for ``seconds``, which raises what it raises.
+        workers: as for ``seconds``.
+        compute: seconds of everything else, a step.
+        algorithm: as for ``seconds``.
+
+    Example:
+        Eight steps of a millisecond, and two means of four bytes.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from lowcomm import fit, local_sgd
+        >>> tx = local_sgd(optax.sgd(0.5), period=4)
+        >>> c = jnp.array([0.0, 2.0])
+        >>> run = fit(lambda x, c: (x - c) ** 2 / 2, tx, jnp.array(4.0), lambda t: c,
+        ...           steps=8, workers=2)
+        >>> link = Link.parse("1Gbit", "10ms")
+        >>> round(run_seconds(run.programs, link, 2, compute=0.001), 3)
+        0.048
+    """
+    return sum(
+        seconds(
+            program.traffic,
+            link,
+            workers,
+            compute * program.steps,
+            counts=program.ran,
+            algorithm=algorithm,
+        )
+        for program in programs
+    )
 
 
 def break_even_bandwidth(
@@ -263,36 +201,31 @@ def _messages(traffic: Traffic, times: Sequence[int]) -> tuple[Traffic, list[int
     return Traffic(tuple(rows)), [rows[0][0] for rows in together.values()]
 
 
-def _number(text: str, unit: str, prefixes: Mapping[str, float]) -> float | None:
-    """The value of ``"1.5 Gbit"`` in its unit; None if it is not of that form."""
-    found = re.fullmatch(
-        rf"\s*(\d+\.?\d*(?:e[+-]?\d+)?)\s*(\D?){unit}\s*", text.lower()
-    )
-    if found is None or found[2] not in prefixes:
-        return None
-    return float(found[1]) * prefixes[found[2]]
+def _levels(traffic: Traffic, link: Links, workers: int | Mapping[str, int] | None):
+    """From a row's axis to what it goes along."""
+    if isinstance(link, Network):
+        if workers is not None:
+            raise ValueError("a network has its own sizes: leave workers out.")
+        return link.levels
+    if workers is None:
+        raise ValueError("workers: give how many there are, or a Network.")
+    sizes = workers if isinstance(workers, Mapping) else None
+    whole = 1 if isinstance(workers, Mapping) else int(workers)
+    if sizes is None:
+        axes = {row.axis for row in traffic.rows if row.count != 0}
+        if len(axes) > 1:
+            raise ValueError(
+                f"workers={workers} is one size and the traffic goes along "
+                f"{sorted(map(str, axes))}: give the size of each axis."
+            )
 
+    def levels(axis: Axis) -> list[Level]:
+        along = names(axis)
+        of = lambda name: link if isinstance(link, Link) else lookup(link, name, "link")
+        if sizes is None:  # one number for the axis, or for the axes together
+            pace = slowest([of(name) for name in along])
+            return [Level(whole, pace)] if along else []
+        found = [Level(lookup(sizes, name, "size"), of(name)) for name in along]
+        return sorted(found, key=lambda level: level.link.rate)
 
-def _size(axis: Axis, workers: int | Mapping[str, int]) -> int:
-    if not isinstance(workers, Mapping):
-        return int(workers)
-    return math.prod(_of(workers, name, "size") for name in names(axis))
-
-
-def _slowest(axis: Axis, link: Link | Mapping[str, Link]) -> Link:
-    if isinstance(link, Link):
-        return link
-    links = [_of(link, name, "link") for name in names(axis)]
-    return Link(
-        min((one.bandwidth for one in links), default=math.inf),
-        max((one.latency for one in links), default=0.0),
-    )
-
-
-def _of(given: Mapping[str, Any], name: str, what: str) -> Any:
-    if name not in given:
-        raise ValueError(
-            f"the traffic goes along axis {name!r} and no {what} is given for it, only "
-            f"for {sorted(given)}."
-        )
-    return given[name]
+    return levels

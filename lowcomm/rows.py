@@ -64,6 +64,7 @@ class Row:
             same block; XLA sends such a pair once.
         wave: how many collectives one after the other must end before it can begin;
             those of one wave do not wait for each other.
+        shards: how many devices of a worker send as much each, where it is a group.
     """
 
     collective: str
@@ -74,6 +75,7 @@ class Row:
     guard: tuple[tuple[int, int], ...] = ()
     repeats: bool = field(default=False, compare=False)
     wave: int = field(default=0, compare=False)
+    shards: int = field(default=1, compare=False)
 
 
 def opened(program: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
@@ -81,16 +83,21 @@ def opened(program: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
-def rows_of(jaxpr: core.Jaxpr, sizes: Mapping[str, int]) -> list[Row]:
-    """The rows of a jaxpr whose axes have these sizes (else those bound around)."""
-    walk = _Walk([])
+def rows_of(
+    jaxpr: core.Jaxpr, sizes: Mapping[str, int], workers: Sequence[str] = ()
+) -> list[Row]:
+    """The rows of a jaxpr whose axes have these sizes (else those bound around).
+
+    Those of ``workers`` lead from one worker to another, and no shards lie along them.
+    """
+    walk = _Walk([], tuple(workers))
     walk.jaxpr(jaxpr, _Values(), dict(sizes), (), 1)
     return walk.rows
 
 
 def rows_of_equation(eqn: core.JaxprEqn, sizes: Mapping[str, int]) -> list[Row]:
     """The rows of one equation."""
-    walk = _Walk([])
+    walk = _Walk([], ())
     walk.equation(eqn, _Values(), dict(sizes), (), 1)
     return walk.rows
 
@@ -163,6 +170,8 @@ class _Walk(NamedTuple):
     """A walk over a program in its own order, collecting rows."""
 
     rows: list[Row]
+    workers: tuple[str, ...]
+    shards: int = 1
 
     def jaxpr(self, jaxpr, values: _Values, sizes, guard, count) -> None:
         for eqn in jaxpr.eqns:
@@ -207,7 +216,10 @@ class _Walk(NamedTuple):
                 self.jaxpr(body, _Values(wave), sizes, guard, None)
         elif name in ONCE and len(programs) == 1:
             inside = sizes | dict(getattr(eqn.params.get("mesh"), "shape", {}))
-            self.jaxpr(opened(programs[0])[0], _Values(wave), inside, guard, count)
+            manual = set(eqn.params.get("newly_manual_axes", ())) - set(self.workers)
+            shards = self.shards * math.prod(inside[name] for name in manual)
+            walk = self._replace(shards=shards)  # into the same list
+            walk.jaxpr(opened(programs[0])[0], _Values(wave), inside, guard, count)
         else:
             for program in programs:
                 self.refuse(name, opened(program)[0], sizes)
@@ -238,11 +250,12 @@ class _Walk(NamedTuple):
                     guard=guard,
                     repeats=repeats,
                     wave=wave,
+                    shards=self.shards,
                 )
             )
 
     def refuse(self, name: str, jaxpr, sizes) -> None:
-        inner = _Walk([])
+        inner = _Walk([], ())
         inner.jaxpr(jaxpr, _Values(), sizes, (), 1)
         if inner.rows:
             row = inner.rows[0]

@@ -33,6 +33,7 @@ from .spmd import (
     AXIS,
     Axis,
     automatic,
+    automatic_axes,
     free_axes,
     is_bound,
     leaf_specs,
@@ -184,8 +185,7 @@ _KEPT = "kept"  # stands for the spec of what is kept, with its axis of shards
 def _groups(specs: Any, tree: PyTree, axes: tuple[str, ...]):
     """Each leaf's spec, the axes it is divided over, and all such sets in order."""
     around = jax.sharding.get_abstract_mesh()
-    free = sorted(set(around.axis_names) - set(around.manual_axes))
-    if free and not set(axes) & set(around.axis_names):
+    if (free := list(automatic_axes())) and not set(axes) & set(around.axis_names):
         raise ValueError(
             f"per_shard is over the axes {axes}, and this mesh has {free} besides the "
             "workers': leaves would be exchanged whole. Name the axes of the mesh."

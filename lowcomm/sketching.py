@@ -20,6 +20,7 @@ from .exchange import Exchange, like
 from .largest import largest
 from .leaves import PyTree, check_same_leaves, map_exchanged, precise, zeros
 from .peeling import estimates, hashes, sketch
+from .sharded import by_shard
 from .sketches import check_table, columns_of, median
 from .spmd import AXIS, Axis, vary
 from .talk import admit_shrinking
@@ -135,7 +136,7 @@ def sketched(
         heard = back(jnp.zeros_like(u).at[places].set(delta))
         return like(updates, heard), SketchedState(finite(V), finite(E))
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def sketched_top_k(
@@ -217,7 +218,7 @@ def sketched_top_k(
         heard = back(jnp.zeros_like(p).at[places].set(values))
         return like(updates, heard), SketchedTopKState(error)
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def sketched_bytes(

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from .leaves import PyTree, is_inexact, precise
 from .ledger import Traffic, traffic
 from .meter import meter
+from .processes import at_hand
 from .readout import apply_updates
 from .spmd import AXIS, Axis, check_axes, names, vary
 from .uniform import Question, known
@@ -42,7 +43,7 @@ class Sent(NamedTuple):
     @property
     def ran(self) -> np.ndarray:
         """How often each row ran on a worker, ``[rows]``; waits for the step."""
-        return np.asarray(self.counts)[0]
+        return at_hand(self.counts)[0]
 
     @property
     def bytes(self) -> int:

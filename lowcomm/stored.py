@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .manifest import NUMBERS, Leaf, is_key
+from .leaves import PyTree
+from .manifest import NUMBERS, Leaf, Manifest, check_same, is_key, manifest
 
 
 def bits(x: Any) -> Any:
@@ -32,6 +33,26 @@ def stored(x: Any) -> Any:
         # orbax returns when it has them on the host, which on a CPU is where they are.
         return jnp.copy(x) if jax.default_backend() == "cpu" else x
     return np.array(x)
+
+
+def as_saved(name: str, saved: Manifest, like: PyTree) -> PyTree:
+    """``like`` with leaves of the shapes that were saved, of NumPy and without memory.
+
+    Raises ``ValueError`` where those are other leaves, whatever their shapes.
+    """
+    here = manifest(like)
+    same = {path: leaf._replace(shape=[]) for path, leaf in saved.items()}
+    check_same(name, same, {p: leaf._replace(shape=[]) for p, leaf in here.items()})
+
+    def place(path, x):
+        shape = tuple(saved[path].shape)
+        if is_key(x):
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+        return np.broadcast_to(np.zeros((), x.dtype), shape)
+
+    leaves, structure = jax.tree.flatten(like)
+    placed = [place(path, x) for path, x in zip(here, leaves, strict=True)]
+    return jax.tree.unflatten(structure, placed)
 
 
 def placed(value: Any, leaf: Leaf, place: Any) -> Any:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from .leaves import PyTree
 from .ledger import Traffic
+from .processes import at_hand, workers_at_hand
 from .shards import init
 from .spmd import AXIS, Axis, stack
 from .steps import Loss, check_stacked, counted_step
@@ -33,7 +35,7 @@ class Run(NamedTuple):
 
     params: PyTree
     state: Any
-    losses: np.ndarray  # [steps, K]
+    losses: np.ndarray  # [steps, K], of this process's workers if there are several
     payload: np.ndarray  # [steps] int64, bytes each worker sent
     programs: tuple[Program, ...]
 
@@ -73,7 +75,9 @@ def fit(
     ``on_step(t, params, state, metrics)`` sees the stacked arrays after step ``t``;
     they are donated to the next step, so copy what is to be kept.
 
-    One program is compiled for each kind of step: see ``counted_step``.
+    One program is compiled for each kind of step: see ``counted_step``. After ``join``
+    the workers of several processes are trained as one: batches are made by ``feed``,
+    and ``losses`` are those of the workers at hand.
 
     Raises:
         FloatingPointError: a worker's loss is not finite; names step and worker.
@@ -111,10 +115,12 @@ def fit(
     )
     programs: dict[int, Program] = {}
     feed = batches if callable(batches) else _in_order(batches)
+    on_devices = isinstance(mesh, Mesh)
+    mine = workers_at_hand(mesh, axis=axis) if on_devices else np.arange(workers)
     losses, payload = [], []
 
     def record(t, metrics, sent):
-        values, ran = np.asarray(metrics["loss"]), sent.ran.astype(np.int64)
+        values, ran = at_hand(metrics["loss"]), sent.ran.astype(np.int64)
         before = programs.get(sent.program, Program(sent.traffic, 0 * ran, 0))
         programs[sent.program] = Program(
             sent.traffic, before.ran + ran, before.steps + 1
@@ -122,7 +128,7 @@ def fit(
         losses.append(values)
         payload.append(sent.traffic.bytes(ran))
         if check_finite:
-            check_losses(t, values)
+            check_losses(t, values, mine)
 
     # An accelerator goes on while the host reads the step before. Simulated devices
     # must not run ahead: unfinished collectives of several steps can deadlock.
@@ -140,18 +146,22 @@ def fit(
     return Run(
         params,
         state,
-        np.stack(losses) if losses else np.zeros((0, workers)),
+        np.stack(losses) if losses else np.zeros((0, len(mine))),
         np.array(payload, np.int64),
         tuple(programs.values()),
     )
 
 
-def check_losses(t: int, losses: np.ndarray) -> None:
-    """Raise ``FloatingPointError`` unless all workers' losses ``[K]`` are finite."""
+def check_losses(t: int, losses: np.ndarray, workers: np.ndarray | None = None) -> None:
+    """Raise ``FloatingPointError`` unless all losses are finite.
+
+    They are those of ``workers``, or of all of them.
+    """
     bad = np.flatnonzero(~np.isfinite(losses))
     if bad.size:
+        worker = bad[0] if workers is None else workers[bad[0]]
         raise FloatingPointError(
-            f"the loss is {losses[bad[0]]} at step {t} on worker {bad[0]}"
+            f"the loss is {losses[bad[0]]} at step {t} on worker {worker}"
             + (f" and {bad.size - 1} more" if bad.size > 1 else "")
             + ": lower the learning rate, or look at that worker's batch."
         )

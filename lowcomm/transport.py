@@ -44,13 +44,13 @@ _ALONE = 2**20  # bytes
 
 def reduce_mean(tree: PyTree, axis: Axis) -> PyTree:
     """The mean of every leaf over the workers, summed and returned precisely."""
-    mean = lambda parts: lax.pmean(parts, names(axis))
+    mean = lambda parts: parts if _alone(axis) else lax.pmean(parts, names(axis))
     return vary(_reduce(jax.tree.map(precise, tree), axis, mean), axis)
 
 
 def reduce_sum(tree: PyTree, axis: Axis) -> PyTree:
     """The sum of every floating-point leaf over the workers, precise as the mean."""
-    add = lambda parts: lax.psum(parts, names(axis))
+    add = lambda parts: parts if _alone(axis) else lax.psum(parts, names(axis))
     return vary(_reduce(jax.tree.map(precise, tree), axis, add), axis)
 
 
@@ -76,7 +76,7 @@ def reduce_codes(tree: PyTree, bound: int, axis: Axis) -> PyTree:
     It travels in the narrowest type that holds it, see ``type_of_sums``.
     """
     kind = type_of_sums(bound, axis_size(axis))
-    add = lambda parts: lax.psum(parts, names(axis))
+    add = lambda parts: parts if _alone(axis) else lax.psum(parts, names(axis))
     return vary(_reduce(jax.tree.map(lambda x: x.astype(kind), tree), axis, add), axis)
 
 
@@ -139,6 +139,11 @@ def from_worker(tree: PyTree, index: Any, axis: Axis) -> PyTree:
     only = lambda x: jnp.where(own, x, jnp.zeros_like(x))
     heard = reduce_sum(jax.tree.map(only, exchanged(tree)), axis)
     return map_exchanged(lambda x, y: y.astype(x.dtype), tree, heard)
+
+
+def _alone(axis: Axis) -> bool:
+    """Whether there is one worker, of several devices: XLA cannot reduce over it."""
+    return axis_size(axis) == 1 and leaves_are_divided()
 
 
 def _reduce(tree: PyTree, axis: Axis, reduce: Callable) -> PyTree:

@@ -22,6 +22,7 @@ from .exchange import Exchange, like
 from .leaves import PyTree, check_same_leaves, map_exchanged, map_leaves, precise, zeros
 from .parts import expect
 from .row_means import mean_of_rows, rows_like
+from .sharded import by_shard
 from .spmd import AXIS, Axis, axis_size, is_bound, names, vary
 from .talk import admit_shrinking, check_divergence, left_over
 from .vectors import check_vectors
@@ -93,7 +94,7 @@ def two_stage(compressor: Compressor, *, seed: int = 0, axis: Axis = AXIS) -> Ex
         )
         return like(updates, told.heard), state
 
-    return Exchange(lambda params: optax.EmptyState(), update)
+    return by_shard(Exchange(lambda params: optax.EmptyState(), update))
 
 
 def two_stage_feedback(
@@ -181,7 +182,7 @@ def two_stage_feedback(
         shard = map_leaves(left_over, told.rows, told.spoken)
         return like(updates, told.heard), TwoStageState(error, shard)
 
-    return Exchange(init, update)
+    return by_shard(Exchange(init, update))
 
 
 def _check_rows(shard: PyTree, rows: PyTree, axis: Axis) -> None:

@@ -16,6 +16,7 @@ from .exchange import Exchange, like
 from .leaves import PyTree
 from .packing import pack, unpack
 from .row_means import mean_of_rows, two_stage_bytes
+from .sharded import by_shard
 from .spmd import AXIS, Axis
 from .talk import admit_shrinking
 from .vectors import entries, joined
@@ -78,7 +79,7 @@ def majority_vote(*, levels: int = 2, axis: Axis = AXIS) -> Exchange:
         )
         return like(updates, back(told.heard)), state
 
-    return Exchange(lambda params: optax.EmptyState(), update)
+    return by_shard(Exchange(lambda params: optax.EmptyState(), update))
 
 
 def vote_bytes(tree: PyTree, *, workers: int, levels: int = 2) -> int:

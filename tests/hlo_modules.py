@@ -38,13 +38,13 @@ class Chip:
         self.id = 100_000 * (slice_index + 1) + chip
 
 
-def two_slices():
-    devices = np.array([[Chip(s, c) for c in range(4)] for s in range(2)])
+def two_slices(chips=4):
+    devices = np.array([[Chip(s, c) for c in range(chips)] for s in range(2)])
 
     return types.SimpleNamespace(
-        shape=dict(zip(AXES, (2, 4), strict=True)),
+        shape=dict(zip(AXES, (2, chips), strict=True)),
         axis_names=AXES,
-        size=8,
+        size=2 * chips,
         devices=devices,
     )
 

@@ -148,6 +148,22 @@ def test_the_loop_goes_on_while_a_save_is_written_and_may_destroy_the_carry(
         assert raw(saved.restore(carry)[1]) == raw(path("diloco")[3])
 
 
+def test_devices_may_reuse_their_buffers_while_every_second_step_is_saved(tmp_path):
+    tx, bits = transformation("diloco"), {}
+    step = jax.jit(stepper(tx, backend="shard_map"), donate_argnums=0)
+    carry = begin(tx, backend="shard_map")
+    with Checkpoints(tmp_path, keep=STEPS) as saved:
+        for t in range(STEPS):
+            carry = step(carry, targets(), jnp.int32(t))
+            if t % 2:
+                saved.save(t + 1, carry)
+                bits[t + 1] = raw(carry)
+        saved.wait()
+        assert saved.steps() == list(bits)
+        for at, expected in bits.items():
+            assert raw(saved.restore(carry, at)[1]) == expected
+
+
 def test_a_restored_carry_may_be_destroyed_and_leaves_the_file_alone(tmp_path):
     with Checkpoints(tmp_path) as saved:
         saved.save(PERIOD, jax.tree.map(jnp.asarray, path("diloco")[PERIOD]))

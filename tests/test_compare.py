@@ -81,8 +81,9 @@ def test_a_measured_trigger_pays_for_asking_and_is_counted_by_what_it_did(method
 
 def test_predicted_seconds_are_those_of_the_collectives_and_the_computing(methods):
     link = lc.Link.parse("100Mbit", "20ms")
-    sync = lc.network.collective_seconds("all_reduce", DENSE, workers=4, link=link)
-    ask = lc.network.collective_seconds("all_reduce", 4, workers=4, link=link)
+    how = {"workers": 4, "link": link, "algorithm": "best"}
+    sync = lc.collective_seconds("all_reduce", DENSE, **how)
+    ask = lc.collective_seconds("all_reduce", 4, **how)
     steps = np.array(methods["data_parallel"]["steps"])
     expected = {
         "data_parallel": steps * (sync + 1e-3),

@@ -1,4 +1,4 @@
-"""A worker whose gradients are not finite skips its step and nothing else."""
+"""A worker whose gradients are not finite skips its step; moments begin anew."""
 
 import jax
 import jax.numpy as jnp
@@ -190,3 +190,70 @@ def test_fit_stops_at_a_loss_that_is_no_number_unless_told_otherwise():
     run = lc.fit(slope, tx, jnp.zeros(N), feed, check_finite=False, **how)
     assert np.isnan(run.losses[1, 2])
     assert np.isfinite(run.params).all()
+
+
+# Moments that are not finite begin anew, each worker's by itself.
+
+
+def test_moments_begin_anew_and_schedules_go_on():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    tx = lc.restart_nonfinite(
+        optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(schedule))
+    )
+    x = jnp.zeros(2)
+    state = tx.init(x)
+    for g in (1.0, 1e30, 1.0):  # whose square is infinite
+        moves, state = tx.update(jnp.array([g, 1.0]), state, x)
+    adam, scheduled = state.restarted
+    first, _ = optax.scale_by_adam().update(jnp.ones(2), optax.scale_by_adam().init(x))
+    np.testing.assert_array_equal(moves, first * schedule(2))
+    assert (adam.count, scheduled.count, state.restarts) == (1, 3, 1)
+
+
+def test_infinities_of_the_beginning_are_no_loss():
+    def update(updates, state, params=None):
+        return updates, jnp.minimum(state, jnp.max(jnp.abs(updates)))
+
+    least = optax.GradientTransformation(lambda p: jnp.float32(jnp.inf), update)
+    tx = lc.restart_nonfinite(optax.chain(optax.trace(0.5), least))
+    state = tx.init(jnp.zeros(1))
+    for g in (jnp.inf, 2.0, 3.0):
+        moves, state = tx.update(jnp.full(1, g), state, jnp.zeros(1))
+    assert (moves[0], state.restarts, state.restarted[1]) == (4.0, 1, 2.0)
+
+
+def test_keys_in_a_state_that_begins_anew_go_on():
+    noisy = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
+    tx = lc.restart_nonfinite(optax.chain(optax.trace(0.5), noisy))
+    state, x = tx.init(jnp.zeros(2)), jnp.zeros(2)
+    keys = [state.restarted[1].rng_key]
+    for g in (jnp.inf, 1.0):
+        moves, state = tx.update(jnp.full(2, g), state, x)
+        keys.append(state.restarted[1].rng_key)
+    assert np.isfinite(moves).all()
+    assert state.restarts == 1
+    assert keys[0] != keys[1] != keys[2]
+
+
+def test_where_nothing_is_lost_it_is_the_optimizer_bit_for_bit():
+    plain, x = optax.adamw(0.1), {"x": jnp.asarray(GRADS[0]), "y": jnp.ones(2)}
+    guarded = lc.restart_nonfinite(plain)
+    state, other = guarded.init(x), plain.init(x)
+    for _ in range(3):
+        moves, state = guarded.update(x, state, x)
+        expected, other = plain.update(x, other, x)
+        jax.tree.map(np.testing.assert_array_equal, moves, expected)
+    jax.tree.map(np.testing.assert_array_equal, state.restarted, other)
+
+
+def test_what_talks_has_no_place_inside():
+    x = jnp.zeros(N)
+    for verb in (lc.local_sgd(optax.sgd(1.0), period=2), lc.diloco(optax.sgd(1.0))):
+        with pytest.raises(ValueError, match="would forget the anchor on one worker"):
+            lc.restart_nonfinite(verb).init(x)
+    tx = lc.restart_nonfinite(lc.data_parallel(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="restart_nonfinite, where each worker decid"):
+        lc.spread(lambda g: tx.update(g, tx.init(g), g))(jnp.zeros((2, N)))
+    tx = lc.restart_nonfinite(optax.sgd(1.0))
+    with pytest.raises(ValueError, match="restart_nonfinite needs params"):
+        tx.update(x, tx.init(x))

@@ -5,12 +5,16 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
+import lowcomm as lc
+from lowcomm.connections import Level
+from lowcomm.costs import levels_seconds
 from lowcomm.ledger import Row, Traffic, traffic
 from lowcomm.lowrank import powersgd
-from lowcomm.network import Link, collective_seconds, seconds
+from lowcomm.network import Link, Network, collective_seconds, run_seconds, seconds
 from lowcomm.spmd import AXIS
 
 LINK = Link(8e6, 0.001)  # a megabyte a second, a millisecond
@@ -248,3 +252,87 @@ def test_what_follows_a_loop_that_talks_waits_for_it():
 
     first, second = traffic(worker, jnp.zeros(2), workers=4).rows
     assert (first.wave, second.wave) == (0, 1)
+
+
+SLOW, FAST = Link(1e9, 1e-3), Link(1e12, 1e-6)
+SLICES = Network(
+    {"slices": SLOW, "chips": FAST}, {"slices": 2, "chips": 16}, {"slices": 16}
+)
+
+
+def test_a_network_is_its_links_and_sizes_with_the_shared_ones_divided():
+    row = lambda axis: sent(Row("all_reduce", axis, "float32", 10**6))
+    sizes = {"slices": 2, "chips": 16}
+    links = {"slices": SLOW.shared(16), "chips": FAST}
+    for axis in ("slices", "chips"):
+        assert seconds(row(axis), SLICES) == seconds(row(axis), links, sizes)
+    program = sent(*row("slices").rows, *row("chips").rows)
+    assert seconds(program, SLICES) == pytest.approx(
+        seconds(row("slices"), SLICES) + seconds(row("chips"), SLICES)
+    )
+
+
+@pytest.mark.parametrize("axis", [("slices", "chips"), ("chips", "slices")])
+def test_along_two_axes_the_best_goes_level_by_level_whatever_their_order(axis):
+    program = sent(Row("all_reduce", axis, "float32", 10**7))
+    levels = [Level(2, SLOW, 16), Level(16, FAST)]
+    for how in ("ring", "tree", "best", "two_level", "gloo"):
+        assert seconds(program, SLICES, algorithm=how) == levels_seconds(
+            "all_reduce", 10**7, levels=levels, algorithm=how
+        )
+    best = seconds(program, SLICES, algorithm="best")
+    assert best == seconds(program, SLICES, algorithm="two_level")
+    # Between slices two chips exchange their sixteenths over a sixteenth of the link:
+    # one message. Inside 15/16 of the bytes go in four messages, twice.
+    inside = 2 * (15 / 16 * 8 * 10**7 / 1e12 + 4e-6)
+    assert best == pytest.approx(8 * 10**7 / 1e9 + 1e-3 + inside, rel=1e-12)
+    ring = seconds(program, SLICES, algorithm="ring")
+    assert ring == pytest.approx(2 * 31 / 32 * 8 * 10**7 / 1e9 + 62e-3)
+
+
+def test_flags_of_a_program_go_by_trees_and_its_model_by_what_is_best():
+    flag = Row("all_reduce", AXIS, "float32", 4)
+    model = Row("all_reduce", AXIS, "float32", 10**8, wave=1)
+    link = Link.parse("100Mbit", "20ms")
+    cost = lambda how: seconds(sent(flag, model), link, 8, algorithm=how)
+    one = lambda row, how: collective_seconds(
+        "all_reduce", row.bytes, workers=8, link=link, algorithm=how
+    )
+    assert cost("best") == pytest.approx(one(flag, "doubling") + one(model, "halving"))
+    assert cost("best") < cost("ring")
+    assert cost("ring") == seconds(sent(flag, model), link, 8)
+
+
+def test_one_number_of_workers_takes_the_slowest_of_links_given_by_axis():
+    program = sent(Row("all_gather", ("slices", "chips"), "int8", 1000))
+    links = {"slices": SLOW, "chips": FAST}
+    together = seconds(program, links, {"slices": 2, "chips": 16})
+    assert seconds(program, links, 32) == together
+    assert seconds(program, links, np.int64(32)) == together
+
+
+def test_a_network_needs_no_sizes_and_a_link_does():
+    program = sent(Row("permute", "slices", "int8", 1))
+    with pytest.raises(ValueError, match="leave workers out"):
+        seconds(program, SLICES, 2)
+    with pytest.raises(ValueError, match="give how many there are"):
+        seconds(program, SLOW)
+    with pytest.raises(ValueError, match="no size is given for it"):
+        seconds(sent(Row("permute", "sites", "int8", 1)), SLICES)
+
+
+@pytest.mark.parametrize("how", ["ring", "best"])
+def test_a_run_of_fit_takes_what_its_steps_take_one_by_one(how):
+    tx = lc.post_local_sgd(optax.sgd(0.1), warmup=3, period=4)
+    loss, batch = lambda x, c: jnp.sum((x - c) ** 2), jnp.array([0.0, 2.0])
+    params = jnp.zeros(1000)
+    run = lc.fit(loss, tx, params, lambda t: batch, steps=12, workers=2)
+    step = lc.counted_step(loss, tx, workers=2)
+    params, state = lc.stack(params, 2), lc.init(tx, lc.stack(params, 2))
+    total = 0.0
+    for t in range(12):
+        params, state, _, one = step(params, state, batch, t)
+        total += seconds(one.traffic, LINK, 2, 0.01, counts=one.ran, algorithm=how)
+    found = run_seconds(run.programs, LINK, 2, compute=0.01, algorithm=how)
+    assert found == pytest.approx(total)
+    assert found > 12 * 0.01

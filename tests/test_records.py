@@ -180,3 +180,26 @@ def test_a_run_that_recorded_nothing_leaves_nothing(tmp_path):
     with records.open_run(tmp_path / "old", {}):
         pass
     assert list((tmp_path / "old").iterdir()) == []
+
+
+def test_settings_that_are_free_change_with_the_run_and_others_never(tmp_path):
+    def go_on(workers, steps=8, free=("workers",)):
+        settings = {"workers": workers, "steps": steps}
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            records.open_run(tmp_path, settings, resume=True, free=free) as run,
+        ):
+            records.append(run, {"step": workers})
+            raise KeyboardInterrupt
+
+    go_on(4)
+    go_on(8)
+    with pytest.raises(ValueError, match="steps was 8 and is 9;"):
+        go_on(2, steps=9)
+    with pytest.raises(ValueError, match="workers was 8 and is 4;"):
+        go_on(4, free=())
+    go_on(8, free=())
+    go_on(4)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if '"step"' in line]
+    assert steps == [4, 8, 8, 4]

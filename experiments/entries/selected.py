@@ -116,6 +116,7 @@ METHODS: dict[str, Method] = {
         ),
         exact=0,  # thirds
         smooth=False,
-        exempt=_OWN,
+        exempt=_OWN
+        | {"changes size": "what neighbours have told each other is of their graph"},
     ),
 }

@@ -34,6 +34,8 @@ property, which some may lack     what it says
 one worker is the inner optimizer nothing else acts on a worker that is alone
 relabelling permutes              other names of the workers only permute the results
 workers agree                     after a sync all workers hold the same model
+changes size                      it goes on with more workers or fewer, and keeps what
+                                  was agreed on and the means of the rest
 ================================= ======================================================
 
 A property that is missing is reported and is no failure, unless ``claims=`` says that

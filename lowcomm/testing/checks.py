@@ -13,7 +13,7 @@ from ..compressors import Compressor
 from ..leaves import PyTree
 from ..spmd import AXIS, Axis, NotUniform
 from ..triggers import Trigger
-from . import compressors, programs, triggers, values
+from . import compressors, programs, sizes, triggers, values
 from .equality import NotApplicable
 from .laws import Law, by_name
 from .subject import LOOK_AHEAD, Subject, heavy_ball
@@ -37,6 +37,7 @@ METHOD_LAWS = by_name(
     values.ALONE,
     values.PERMUTES,
     values.AGREE,
+    sizes.RESIZES,
 )
 COMPRESSOR_LAWS = by_name(
     compressors.SHAPES,

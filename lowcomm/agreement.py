@@ -1,0 +1,149 @@
+"""Whether several processes are alike, and what went wrong on which of them.
+
+Processes that run other programs, or one program with other numbers, wait for each
+other forever. What can be told before the first step is told here, on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+CODE = Path(__file__).parent
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", "lowcomm")
+MOST_NAMED = 4  # differences in one error
+
+
+class Disagreement(RuntimeError):
+    """Something is wrong on one process, or not alike on two; all processes raise."""
+
+
+def check_alike(about: Mapping[str, Any]) -> None:
+    """Raise on all processes unless ``about`` says the same on all of them.
+
+    Compared are ``about``, which is JSON, file by file the code of ``lowcomm``, and the
+    versions of what numbers depend on. Call it before the first step. With one process
+    it does nothing. Sends ``about`` to all processes.
+
+    Raises:
+        Disagreement: which processes differ from process 0 and in what.
+
+    Example:
+        >>> check_alike({"learning_rate": 0.1, "code": code_of(Path(__file__).parent)})
+    """
+    if _alone():
+        return
+    here = {"code of lowcomm": code_of(CODE), "versions": _versions(), **about}
+    texts = gathered(json.dumps(_flat(here), sort_keys=True))
+    told = [json.loads(text) for text in texts]
+    said = lambda entries, key: json.dumps(entries[key]) if key in entries else "absent"
+    differ = [
+        f"process {n}: {key} is {said(entries, key)} and {said(told[0], key)} on "
+        "process 0"
+        for n, entries in enumerate(told)
+        for key in sorted(entries.keys() | told[0].keys())
+        if said(entries, key) != said(told[0], key)
+    ]
+    if differ:
+        more = len(differ) - MOST_NAMED
+        raise Disagreement(
+            f"the processes are not alike: {'; '.join(differ[:MOST_NAMED])}"
+            + (f"; and {more} more" if more > 0 else "")
+            + ". Start all of them with the same code, packages and settings."
+        )
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Within, an error of one process is an error of all, who meet at the end of it.
+
+    For what may fail on one process alone, such as reading a file. Nothing inside may
+    wait for other processes. With one process it does nothing.
+
+    Raises:
+        Disagreement: on all processes, what went wrong on which.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if _alone():
+            raise
+        problem = error
+    if not _alone():
+        told = gathered("" if problem is None else str(problem) or repr(problem))
+        wrong = {text: n for n, text in reversed(list(enumerate(told))) if text}
+        if wrong:
+            listed = [f"process {n}: {text}" for text, n in reversed(wrong.items())]
+            common = told[0] if len(set(told)) == 1 else ""
+            raise Disagreement(common or "; ".join(listed)) from problem
+
+
+def gathered(text: str) -> list[str]:
+    """What every process says, in their order; all must call it."""
+    if jax.process_count() == 1:
+        return [text]
+    own, copy = _meeting()
+
+    def gather(x: np.ndarray) -> np.ndarray:
+        return np.asarray(copy(jax.make_array_from_process_local_data(own, x[None])))
+
+    said = np.frombuffer(text.encode(), np.uint8)
+    lengths = gather(np.array(said.size, np.int32))
+    if not lengths.any():
+        return [""] * len(lengths)
+    padded = gather(np.pad(said, (0, lengths.max() - said.size)))
+    return [row[:n].tobytes().decode() for row, n in zip(padded, lengths, strict=True)]
+
+
+@functools.cache
+def _meeting() -> tuple[NamedSharding, Callable]:
+    """Where each process has one row, and the program that gives all rows to all."""
+    devices = {d.process_index: d for d in reversed(jax.devices())}
+    mesh = Mesh(np.array([devices[n] for n in sorted(devices)]), ("processes",))
+    copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    return NamedSharding(mesh, P("processes")), copy
+
+
+def _alone() -> bool:
+    # Asking JAX for its processes starts it.
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
+def code_of(folder: Path) -> dict[str, str]:
+    """A checksum of every Python file in a folder, by its path there."""
+    files = sorted(folder.rglob("*.py"))
+    digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return {file.relative_to(folder).as_posix(): digest(file) for file in files}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": "{}.{}".format(*sys.version_info)}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _flat(about: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The entries of nested dicts, named by all their keys."""
+    entries: dict[str, Any] = {}
+    for key, value in about.items():
+        if isinstance(value, Mapping):
+            entries |= _flat(value, f"{before}{key}: ")
+        else:
+            entries[f"{before}{key}"] = value
+    return entries
