@@ -1,0 +1,120 @@
+"""Bytes and seconds of methods on shaped links: ``python -m experiments.links --help``.
+
+Hosts are shaped to one rate after the other. On each, raw transfers and single
+collectives are timed, from these the seconds of a round of each method are predicted,
+and rounds are run and timed, with the kernel's counters read before and after.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+
+from experiments import records
+from experiments.names import lookup
+from lowcomm.network import parse_bandwidth
+
+from . import calibration, tables
+from .hosts import network, shape
+from .job import Job
+from .measuring import calibrate, idle, observe, obtained
+from .methods import TIMED
+from .namespaces import SKIPPED, enter, why_not
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Measure methods on links between hosts of this machine; Linux, as root."""
+
+    processes: int = 2
+    """Hosts, each with one process and one worker."""
+    rate: tuple[str, ...] = ("20Mbit", "50Mbit", "200Mbit", "1Gbit")
+    """Of every host's link, each way; one after the other."""
+    methods: tuple[str, ...] = tuple(TIMED)
+    task: Literal["stdlib-lm", "kjv-lm", "toy"] = "stdlib-lm"
+    """What is trained; toy compiles at once."""
+    size: str = "0.5m"
+    """Of the language model: 0.5m or 3m parameters."""
+    seconds: float = 3.0
+    """At least so long are the rounds of a method at a rate, and at least three."""
+    out: Path = tables.FOLDER
+    """Folder for the tables, of which those of the same name are replaced."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and record; 77 where there can be no shaped link."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    settings = tyro.cli(Settings, prog="python -m experiments.links", args=given)
+    for name in settings.methods:
+        lookup(TIMED, name, "method")
+    if settings.processes < 2:
+        print("--processes must be 2 or more: one host talks to nobody")
+        return 2
+    rates = [parse_bandwidth(text) for text in settings.rate]
+    if reason := why_not():
+        print(f"no shaped link here: {reason}", file=sys.stderr)
+        return SKIPPED
+    enter("experiments.links", given)
+    found = measure(settings, rates)
+    name = f"{settings.task}-{settings.processes}"
+    tables.write(settings.out, name, found, tables.markdown(found))
+    tables.show(found, Console())
+    return 0
+
+
+def measure(settings: Settings, rates: Sequence[float]) -> dict[str, Any]:
+    """Everything that is written down."""
+    console = Console(stderr=True)
+    with network(settings.processes) as hosts, Job(hosts) as job:
+        readings = {}
+        for name in settings.methods:
+            readings[name] = job.ask(
+                "prepare", method=name, task=settings.task, size=settings.size
+            )[0]
+            console.print(f"{name} is ready")
+        of_steps = [calibration.found_by(one["steps"]) for one in readings.values()]
+        wanted = sorted({name for steps in of_steps for step in steps for name in step})
+        background = idle(job)
+        free: dict[str, float] = {}
+        at: dict[str, Any] = {}
+        for rate in (None, *rates):
+            if rate is not None:
+                shape(hosts, rate)
+            raw, links = obtained(job, rate), calibrate(job, rate, wanted)
+            of_methods = {}
+            for name, reading in readings.items():
+                seen = observe(job, name, reading, background, settings.seconds)
+                steps, n = reading["steps"], len(hosts)
+                if rate is None:
+                    took = seen["seconds"]
+                    free[name] = calibration.computing(took, steps, links, n)
+                talking = calibration.talking(steps, links, n)
+                of_methods[name] = {
+                    **seen,
+                    "computing": free[name],
+                    "predicted": free[name] + talking,
+                }
+            at["unshaped" if rate is None else f"{rate:g}"] = {
+                "asked": rate,
+                "obtained": raw,
+                "links": calibration.written(links),
+                "methods": of_methods,
+            }
+            console.print(f"{'no limit' if rate is None else rate} is done")
+    return {
+        "settings": tables.without_places(settings),
+        "versions": records.versions(),
+        "background": background,
+        "readings": readings,
+        "rates": at,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
