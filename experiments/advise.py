@@ -44,6 +44,8 @@ class Settings:
     """Share of the bandwidth that is left for the payload."""
     efficiency: float = 0.8
     """The wanted share of the time that is computing."""
+    steps: int | None = None
+    """Of the whole run: in a short one an outer momentum does not pay off."""
     overlap: bool = True
     """Whether transfers can hide behind computing; on CPUs they cannot."""
     collectives: Literal["best", "ring", "tree", "gloo"] = "best"
@@ -86,6 +88,7 @@ def asked(settings: Settings) -> Advice:
         workers=settings.workers,
         compute=compute,
         efficiency=settings.efficiency,
+        steps=settings.steps,
         overlap=settings.overlap,
         algorithm=settings.collectives,
     )

@@ -60,7 +60,8 @@ def join(
 
     Raises:
         RollCallError: who did not come, or that nobody was at the address.
-        ValueError: an address without a port, numbers that are missing or no numbers.
+        ValueError: an address without a port, numbers that are missing or no numbers,
+            numbers without an address.
         RuntimeError: JAX has started already.
 
     Example:
@@ -69,9 +70,10 @@ def join(
     """
     if jax.distributed.is_initialized():
         return _count()
+    coordinator = coordinator or os.environ.get(COORDINATOR)
+    _refuse_halves(coordinator, {PROCESSES: processes, PROCESS: process})
     if deadline is None:
         deadline = _number(os.environ.get(DEADLINE, 300), DEADLINE)
-    coordinator = coordinator or os.environ.get(COORDINATOR)
     how: dict[str, Any] = {"initialization_timeout": math.ceil(deadline)}
     if coordinator is not None:
         parts(coordinator)
@@ -198,7 +200,8 @@ def unstack(tree: Any, worker: int | None = None) -> Any:
     process, on the host. Sends nothing.
 
     Raises:
-        ValueError: the worker belongs to another process.
+        ValueError: the worker belongs to another process, or there is none of this
+            number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -208,6 +211,8 @@ def unstack(tree: Any, worker: int | None = None) -> Any:
     """
 
     def part(x):
+        if worker is not None and not -len(x) <= worker < len(x):
+            raise ValueError(f"there is no worker {worker} of {len(x)}.")
         if _is_whole(x):
             return x[worker or 0]
         numbers, rows = _own_rows(x)
@@ -254,6 +259,16 @@ def _count() -> int:
     state = getattr(getattr(jax, "_src", None), "distributed", None)
     count = getattr(getattr(state, "global_state", None), "num_processes", None)
     return jax.process_count() if count is None else count
+
+
+def _refuse_halves(coordinator: str | None, numbers: dict[str, int | None]) -> None:
+    """Raise where a number is told without an address: it would train alone."""
+    for variable, given in numbers.items():
+        if coordinator is None and (given is not None or variable in os.environ):
+            raise ValueError(
+                f"{variable} is given and {COORDINATOR} is not set: give host:port of "
+                "process 0 as well, or neither."
+            )
 
 
 def _number(given: int | str | None, variable: str) -> int:

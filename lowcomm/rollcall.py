@@ -61,12 +61,25 @@ def parts(address: str) -> tuple[str, int]:
         (('10.0.0.1', 1234), ('::1', 80))
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    host = host.removeprefix("[").removesuffix("]")
+    if not (
+        _may_be_a_host(host)
+        and port.isascii()
+        and port.isdigit()
+        and int(port) <= 65535
+    ):
         raise ValueError(
             f"the coordinator's address is {address!r}: write host:port, such as "
             "10.0.0.1:1234."
         )
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, int(port)
+
+
+def _may_be_a_host(name: str) -> bool:
+    try:
+        return bool(name.encode("idna"))  # as it is encoded when it is looked up
+    except UnicodeError:
+        return False
 
 
 class _Guest:
@@ -140,7 +153,12 @@ def _seat(guest: _Guest, said: dict, here: dict[int, _Guest], processes: int) ->
             f"process {number} was told of {told} processes and process 0 of "
             f"{processes}: give all of them the same number."
         )
-    if number in here or not 0 < number < processes:
+    if not 0 < number < processes:
+        return (
+            f"a process is number {number} of {processes}: the others than process 0 "
+            f"must be numbered from 1 to {processes - 1}."
+        )
+    if number in here:
         return (
             f"two processes are number {number} of {processes}: each must have a "
             "number of its own, from 0."
@@ -238,7 +256,10 @@ def _whole_line(line: socket.socket) -> bytes:
 
 def _heard(said: bytes) -> dict:
     """The words of a line; raises ``ValueError``, and a guest's is no process then."""
-    words = json.loads(said.split(b"\n")[0])
+    try:
+        words = json.loads(said.split(b"\n")[0])
+    except RecursionError:  # brackets in brackets
+        words = None
     if not isinstance(words, dict):
         raise ValueError("no object")
     return words

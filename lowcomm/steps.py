@@ -205,8 +205,9 @@ def counted(
     def counted(params, state, batch, t):
         if isinstance(t, Tracer):
             raise ValueError(
-                "counted_step is told its step as a Python integer, and compiles by "
-                "itself: call it outside of jit and scan, or use local_step there."
+                "counted_step and counted_round are told their step as a Python "
+                "integer, and compile by themselves: call them outside of jit and "
+                "scan, or use local_step or local_round there."
             )
         t = operator.index(t)
         check_stacked("batch", batch, workers)

@@ -11,8 +11,14 @@ import pytest
 
 import lowcomm as lc
 from experiments import advise as program
-from lowcomm.planning.advice import advise, amount, exchanged
-from lowcomm.planning.candidates import CODECS, FAMILIES, Codec, coding_seconds
+from lowcomm.planning.advice import advise, amount
+from lowcomm.planning.candidates import (
+    CODECS,
+    FAMILIES,
+    Codec,
+    coding_seconds,
+    exchanged,
+)
 
 TREE = {"a": np.zeros((48, 32), np.float32), "b": np.zeros(40, np.float32)}
 LINK = lc.Link.parse("100Mbit", "5ms")
@@ -41,7 +47,8 @@ def test_bytes_are_those_that_a_run_of_the_method_counts(family):
 
 
 def test_the_call_of_every_option_makes_its_method(usual):
-    space = {name: getattr(lc, name) for name in dir(lc)} | {"inner": optax.sgd(0.1)}
+    space = {name: getattr(lc, name) for name in dir(lc)}
+    space |= {"inner": optax.sgd(0.1), "sgd": optax.sgd}
     for family, options in itertools.groupby(
         sorted(usual.options, key=lambda o: o.method), key=lambda o: o.method
     ):
@@ -194,6 +201,7 @@ def test_the_table_has_a_line_for_each_family_and_marks_one(usual):
         ({"compute": 0.0}, "compute="),
         ({"compute": math.inf}, "compute="),
         ({"efficiency": 1.0}, "efficiency="),
+        ({"steps": 0}, "steps="),
         ({"periods": ()}, "periods="),
         ({"periods": (1, 2)}, "periods="),
         ({"periods": (2.5,)}, "periods="),
@@ -208,6 +216,19 @@ def test_the_table_has_a_line_for_each_family_and_marks_one(usual):
 def test_nonsense_is_refused(change, named):
     with pytest.raises(ValueError, match=named):
         advise(**LOST | {"families": FAMILIES[:2]} | change)
+
+
+def test_a_run_of_few_rounds_is_not_given_an_outer_momentum():
+    # DiLoCo's of 0.9 looks back ten rounds: a run has at least fifty, or does without.
+    enough, few = (advise(**LOST | {"steps": n}) for n in (50 * 30, 50 * 30 - 1))
+    found = lambda advice: {
+        o.period for o in advice.options if o.method.startswith("diloco")
+    }
+    assert max(found(enough)) == 30 > max(found(few))
+    averaged = [
+        {o for o in a.options if o.method == "local_sgd"} for a in (enough, few)
+    ]
+    assert averaged[0] == averaged[1]
 
 
 def test_a_family_that_talks_between_its_rounds_is_refused():

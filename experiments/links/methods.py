@@ -17,8 +17,7 @@ from experiments.contracts import dense
 from experiments.names import lookup
 from lowcomm.algorithms.sparse_rounds import TAILS
 from lowcomm.lowrank import low_rank_bytes
-from lowcomm.planning.advice import exchanged
-from lowcomm.planning.candidates import FAMILIES, Family
+from lowcomm.planning.candidates import FAMILIES, exchanged
 from lowcomm.row_means import two_stage_bytes
 
 Inner = Any  # optax.GradientTransformation
@@ -115,20 +114,6 @@ TIMED: dict[str, Recipe] = {
 }
 
 
-# Beside the families of lowcomm.advise one with plain averaging for an outer step, in
-# int8: DiLoCo's momentum helps after many rounds, and a race has few.
-AVERAGED = Family(
-    "local_sgd, int8",
-    "rounds(inner, sgd(1.0), exchange=two_stage(quantize(8, block=256)))",
-    lambda inner, period, delay, axis: int8_rounds(period).make(inner, 0),
-    rounds=True,
-    codec="int8",
-    passes=lambda workers: (1 + 1 / workers, 2),
-    published=16,
-)
-CHOICES = (*FAMILIES, AVERAGED)
-
-
 def racing(name: str) -> Recipe:
     """A method that advice chooses from: a family, and its period if it has one.
 
@@ -140,7 +125,7 @@ def racing(name: str) -> Recipe:
         30
     """
     family, _, period = (part.strip() for part in name.partition("/"))
-    found = lookup({one.name: one for one in CHOICES}, family, "family of methods")
+    found = lookup({one.name: one for one in FAMILIES}, family, "family of methods")
     if found.rounds != bool(period):
         raise ValueError(
             f"{name!r}: write {family + (' / 30' if found.rounds else '')!r}"

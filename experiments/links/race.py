@@ -35,7 +35,7 @@ from .calibration import ALGORITHM
 from .hosts import Host, network, shape
 from .job import Job
 from .measuring import calibrate, obtained, rounds
-from .methods import CHOICES, racing
+from .methods import racing
 from .namespaces import SCRATCH, SKIPPED, enter, why_not
 from .tables import FOLDER, as_markdown, without_places, write
 from .training import task_of
@@ -126,11 +126,11 @@ def measure(settings: Settings, rate: float, tuned: dict[str, Any]) -> dict[str,
             shape(hosts, rate)
             raw, links = obtained(job, rate), calibrate(job, rate, ["all_reduce"])
             about = settings, links["all_reduce"], unshaped
-            advice = _advice(*about)
+            # Others may take longer than data-parallel training.
+            most = int(settings.most * settings.steps)
+            advice = _advice(*about, steps=most)
             periods = {racing(name).period for name in settings.methods} - {1}
-            raced = _advice(
-                *about, families=CHOICES, periods=sorted(periods) or PERIODS
-            ).options
+            raced = _advice(*about, periods=sorted(periods) or PERIODS).options
             console.print(advice.table())
             for seed in settings.seeds:
                 curves.setdefault(BASE, []).append(race(job, BASE, seed, None))

@@ -15,17 +15,15 @@ those whose news is not late, then the simpler.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..leaves import PyTree, takes_part
-from ..ledger import Traffic, traffic
 from ..network import Link, Network, seconds
 from ..spmd import AXIS
 from ..timeline import exposed_seconds
@@ -36,8 +34,11 @@ from .candidates import (
     Codec,
     Family,
     coding_seconds,
-    program,
+    exchanged,
 )
+
+# How many times the rounds that an outer momentum looks back a run must have.
+LOOKS_BACK = 5
 
 
 class Option(NamedTuple):
@@ -140,6 +141,7 @@ def advise(
     workers: int | None = None,
     compute: float,
     efficiency: float = 0.8,
+    steps: int | None = None,
     periods: Sequence[int] = PERIODS,
     codecs: Mapping[str, Codec] = CODECS,
     families: Sequence[Family] = FAMILIES,
@@ -161,6 +163,9 @@ def advise(
         workers: how many; a network knows.
         compute: seconds of a step without any communication.
         efficiency: the wanted share of the time that is computing.
+        steps: of the whole run. An outer momentum of μ looks back over 1/(1 − μ)
+            rounds, ten for DiLoCo's, and begins with none behind it: where the run has
+            fewer than five times as many rounds, such a candidate is left out.
         periods: that are tried, 2 or more.
         codecs: how fast compressors are where this will run; the default was measured
             on two CPU cores.
@@ -170,7 +175,7 @@ def advise(
         algorithm: of the collectives, see ``seconds``.
 
     Raises:
-        ValueError: no parameters, fewer than two workers, seconds that are not
+        ValueError: no parameters, fewer than two workers, seconds or steps that are not
             positive, an efficiency outside (0, 1), no period or one below 2, a codec
             without a speed.
 
@@ -187,7 +192,7 @@ def advise(
     """
     tree, dense = _model(parameters)
     members = _members(link, workers)
-    _check(compute, efficiency, periods)
+    _check(compute, efficiency, periods, steps)
     families = [family for family in families if overlap or not family.delayed]
     names = [family.name for family in families]
     if "data_parallel" not in names:
@@ -201,6 +206,8 @@ def advise(
         exchange = price(sent)
         coding = coding_seconds(family, dense, workers=members, codecs=codecs)
         for period in sorted(set(periods)) if family.rounds else (1,):
+            if steps is not None and steps < LOOKS_BACK * family.remembers * period:
+                continue
             delay = 0
             if family.delayed:  # as long as is wanted, and no longer
                 slack = max(0.0, (1 / efficiency - 1) * compute * period - coding)
@@ -224,25 +231,6 @@ def advise(
     options = tuple(sorted(found, key=order))
     best = _first(options, efficiency)
     return Advice(best, _is_enough(best, efficiency), efficiency, options)
-
-
-def exchanged(family: Family, params: PyTree, *, workers: int) -> Traffic:
-    """What one exchange of a family sends, read from its transformation.
-
-    Raises:
-        ValueError: it sends something between two exchanges as well.
-    """
-    shapes, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
-    return _traced(family, treedef, tuple(shapes), workers)
-
-
-@functools.lru_cache(maxsize=256)  # a model is asked about on many links
-def _traced(family: Family, treedef: Any, shapes: Any, workers: int) -> Traffic:
-    params = treedef.unflatten(shapes)
-    at = program(family, period=2 if family.rounds else 1)
-    if family.rounds and (silent := traffic(at(2), params, workers=workers)).rows:
-        raise ValueError(f"{family.name} talks between its rounds:\n{silent.table()}")
-    return traffic(at(3), params, workers=workers)
 
 
 def _option(
@@ -338,9 +326,13 @@ def _members(link: Link | Network, workers: int | None) -> int:
     return workers
 
 
-def _check(compute: float, efficiency: float, periods: Sequence[int]) -> None:
+def _check(
+    compute: float, efficiency: float, periods: Sequence[int], steps: int | None
+) -> None:
     if not 0 < compute < math.inf:
         raise ValueError(f"compute={compute}: give seconds of a step, more than 0.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}: give those of the whole run, 1 or more.")
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency={efficiency} is outside (0, 1), such as 0.8.")
     if not periods or min(periods) < 2 or any(p != int(p) for p in periods):

@@ -9,9 +9,11 @@ in 4 bits (Douillard et al., 2025), and 250 of SparseLoCo (Sarfi et al., 2025).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from ..algorithms.gradients import (
@@ -25,9 +27,13 @@ from ..algorithms.outer import diloco
 from ..algorithms.precision import quantized_sgd
 from ..algorithms.sparse_rounds import sparse_loco
 from ..algorithms.streaming import streaming_diloco
+from ..anchor import rounds
+from ..leaves import PyTree
+from ..ledger import Traffic, traffic
 from ..quantizers import quantize
 from ..spmd import AXIS, Axis
 from ..sync import Talking, Transformation
+from ..triggers import every
 from ..two_stage import two_stage
 
 
@@ -62,6 +68,7 @@ class Family(NamedTuple):
         codec: what encodes and decodes, a name of ``CODECS``; "" for nothing.
         passes: from K, how often a worker encodes and decodes the whole tree.
         published: the longest period of the runs it was published with.
+        remembers: how many rounds its outer momentum looks back, 1/(1 − μ).
         caution: what is to be known of it at any period.
     """
 
@@ -73,6 +80,7 @@ class Family(NamedTuple):
     codec: str = ""
     passes: Callable[[int], tuple[float, float]] = lambda workers: (0, 0)
     published: int | None = None
+    remembers: int = 0
     caution: str = ""
 
 
@@ -140,6 +148,7 @@ FAMILIES: tuple[Family, ...] = (
         lambda inner, period, delay, axis: diloco(inner, period=period, axis=axis),
         rounds=True,
         published=500,
+        remembers=10,
     ),
     Family(
         "delayed diloco",
@@ -150,7 +159,24 @@ FAMILIES: tuple[Family, ...] = (
         rounds=True,
         delayed=True,
         published=100,
+        remembers=10,
         caution="news is late by τ = {delay}",
+    ),
+    Family(
+        "local_sgd, int8",
+        "rounds(inner, sgd(1.0), exchange=two_stage(quantize(8, block=256)), "
+        "when=every({period}))",
+        lambda inner, period, delay, axis: rounds(
+            inner,
+            optax.sgd(1.0),
+            exchange=two_stage(quantize(8, block=256), axis=axis),
+            when=every(period),
+            axis=axis,
+        ),
+        rounds=True,
+        codec="int8",
+        passes=_in_two_stages,
+        published=16,
     ),
     Family(
         "diloco, int8",
@@ -165,6 +191,7 @@ FAMILIES: tuple[Family, ...] = (
         codec="int8",
         passes=_in_two_stages,
         published=100,
+        remembers=10,
     ),
     Family(
         "diloco, int4",
@@ -179,6 +206,7 @@ FAMILIES: tuple[Family, ...] = (
         codec="int4",
         passes=_in_two_stages,
         published=100,
+        remembers=10,
     ),
     Family(
         "sparse_loco",
@@ -204,6 +232,25 @@ def program(
         return lambda params: tx.update(params, tx.init(params), params, step=step)
 
     return at
+
+
+def exchanged(family: Family, params: PyTree, *, workers: int) -> Traffic:
+    """What one exchange of a family sends, read from its transformation.
+
+    Raises:
+        ValueError: it sends something between two exchanges as well.
+    """
+    shapes, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
+    return _traced(family, treedef, tuple(shapes), workers)
+
+
+@functools.lru_cache(maxsize=256)  # a model is asked about on many links
+def _traced(family: Family, treedef: Any, shapes: Any, workers: int) -> Traffic:
+    params = treedef.unflatten(shapes)
+    at = program(family, period=2 if family.rounds else 1)
+    if family.rounds and (silent := traffic(at(2), params, workers=workers)).rows:
+        raise ValueError(f"{family.name} talks between its rounds:\n{silent.table()}")
+    return traffic(at(3), params, workers=workers)
 
 
 def coding_seconds(
