@@ -53,6 +53,8 @@ def launch(command: Sequence[str], processes: int, *, devices: int = 1) -> int:
             own = range(n * devices, (n + 1) * devices)
             told = {COORDINATOR: address, PROCESSES: str(processes), PROCESS: str(n)}
             told |= {LAUNCHED: "1", "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own))}
+            # What may be set is for a job that spans machines.
+            told |= {"JAX_COORDINATOR_BIND_ADDRESS": address}
             group.append(_start(command, n, told))
             _in_background(_wait, group[n], n, ends)
             if (errors := group[n].stderr) is not None:

@@ -7,7 +7,8 @@ Language models write a few lines at the end.
 
 With ``--processes N`` it starts as many processes here, which share the workers out.
 Where a cluster starts them (``srun``, ``mpirun``, a JobSet, every host of a TPU pod),
-the same program joins the others by itself. The first one writes.
+the same program joins the others by itself. The first one writes; the training loss
+that it shows and logs is that of its own workers, all else is of all.
 """
 
 from __future__ import annotations
@@ -133,9 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Stopped) as stop:
         if not isinstance(stop, Stopped) or jax.process_index() == 0:
             errors.print(
-                f"{stop or 'stopped'}; go on with --out {folder} --resume",
+                f"{str(stop) or 'stopped'}; go on with --out {folder} --resume",
                 soft_wrap=True,
             )
+        if isinstance(stop, Stopped) and jax.distributed.is_initialized():
+            jax.distributed.shutdown()  # with the others, which have stopped as well
         return getattr(stop, "exit_code", 130)
     for text in samples:
         console.print(Panel(escape(text), title="sample", title_align="left"))
@@ -256,7 +259,8 @@ class Watch:
         """What the table shows."""
         known = lambda x, form: "-" if np.isnan(x) else f"{x:{form}}"
         shown = {"step": f"{self.step}/{self.settings.steps}"}
-        shown["training loss"] = known(self.loss, ".3f")
+        mine = " here" if jax.process_count() > 1 else ""  # others see others
+        shown[f"training loss{mine}"] = known(self.loss, ".3f")
         shown |= {name: known(value, ".3f") for name, value in self.held_out.items()}
         shown |= {"payload": decimal(self.sent), "syncs": str(self.syncs)}
         return shown | {"steps/s": known(self.pace, ".1f")}

@@ -206,7 +206,8 @@ def inner_name(settings: Common) -> str:
 
 def tuned(settings: Common) -> list[str]:
     """The methods with a rate for this inner optimizer: all, where one is given."""
-    rates = [(name, _tuned(m, inner_name(settings))) for name, m in CATALOGUE.items()]
+    flat = {name: m for name, m in CATALOGUE.items() if m.axis == lc.AXIS}
+    rates = [(name, _tuned(m, inner_name(settings))) for name, m in flat.items()]
     return [n for n, rate in rates if rate or settings.learning_rate is not None]
 
 
@@ -231,7 +232,15 @@ def learning_rate(settings: Common, name: str) -> float:
 
 
 def transformation(settings: Common, name: str) -> Any:
-    """The method of that name around the inner optimizer that was asked for."""
+    """The method of that name around the inner optimizer that was asked for.
+
+    Raises ``ValueError`` for one whose workers are on two axes, as no task has them.
+    """
+    if (axis := CATALOGUE[name].axis) != lc.AXIS:
+        raise ValueError(
+            f"{name} is for workers on the axes {' and '.join(axis)}, and those of a "
+            "task are on one: choose another method"
+        )
     rate = learning_rate(settings, name)
     setting: dict[str, Any] = {
         key: getattr(settings, key) for key in ("fraction", "threshold", "window")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -146,6 +147,14 @@ def test_a_group_that_is_stopped_and_killed_ends_bit_for_bit_as_it_would(tmp_pat
         assert code == 130
         assert f"stopped after {saved.steps()[-1]} steps" in errors
 
+    # To the first alone: it waits for the others, which JAX would end without it.
+    with started(*again) as group:
+        run_until(group, broken, 20)
+        os.kill(children(group)[0], signal.SIGINT)
+        code, errors = said_at_the_end(group)
+        assert code == 130
+        assert "Terminating process" not in errors
+
     with started(*again) as group:
         code, errors = said_at_the_end(group)
         assert code == 0, errors
@@ -165,7 +174,7 @@ def free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def numbered(process, processes, address, **told):
+def numbered(process, processes, address, **told) -> dict[str, Any]:
     return told | {
         "LOWCOMM_COORDINATOR": address,
         "LOWCOMM_PROCESSES": str(processes),
@@ -223,6 +232,13 @@ def test_the_first_to_fail_decides_and_the_others_are_ended(capfd):
     assert "[2] err 2" in err
     assert "process 2 of 3 ended with exit code 7: ending the others" in err
     assert "out 1" not in out
+
+
+def test_the_first_listens_where_the_others_look_for_it(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "192.0.2.1:1234")
+    code = "import os; bind = os.environ['JAX_COORDINATOR_BIND_ADDRESS']\n"
+    code += "assert bind == os.environ['LOWCOMM_COORDINATOR']"
+    assert launch([sys.executable, "-c", code], 2) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,25 @@ def test_what_join_is_told_wrongly_is_named(monkeypatch):
     with pytest.raises(ValueError, match="LOWCOMM_PROCESS must be a number, not 'one'"):
         lc.join("10.0.0.1:1234", 2)
     assert lc.join("10.0.0.1:1234", 1, 0) == 1  # nobody to wait for
+
+
+@pytest.mark.parametrize("variable", ["LOWCOMM_PROCESSES", "LOWCOMM_PROCESS"])
+def test_a_number_without_an_address_is_refused(variable, monkeypatch):
+    # Each of them would train alone, as if there were no others.
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"{variable} is given and LOWCOMM_COORD"):
+        lc.join()
+    monkeypatch.delenv(variable)
+    told: dict[str, Any] = {variable.removeprefix("LOWCOMM_").lower(): 1}
+    with pytest.raises(ValueError, match=f"{variable} is given and LOWCOMM_COORD"):
+        lc.join(**told)
+
+
+def test_a_worker_that_there_is_not_is_refused():
+    np.testing.assert_array_equal(lc.unstack(np.arange(4), -1), 3)
+    for x in (np.arange(4), jnp.arange(4)):
+        with pytest.raises(ValueError, match="there is no worker 4 of 4"):
+            lc.unstack(x, 4)
 
 
 def test_joining_too_late_is_an_error_wherever_there_are_others(monkeypatch):

@@ -95,7 +95,7 @@ def test_two_who_were_told_of_different_numbers_are_told(address):
 
 
 def test_a_number_that_is_none_is_told(address):
-    assert "number 7 of 3" in called(address, [(0, 3), (7, 3)])[1]
+    assert "a process is number 7 of 3" in called(address, [(0, 3), (7, 3)])[1]
 
 
 def test_strangers_are_ignored(address):
@@ -108,6 +108,7 @@ def test_strangers_are_ignored(address):
             b"[]\n",
             b'{"process": "one", "processes": 3}\n',
             b"x" * 100_000,
+            b"[" * 60_000 + b"\n",
             b"",  # it stays and says nothing
         ):
             lines.append(line_to(address))
@@ -188,7 +189,9 @@ def test_process_0_may_listen_at_an_address_it_knows_itself_by(address):
         first.result()
 
 
-@pytest.mark.parametrize("wrong", ["10.0.0.1", ":80", "host:", "host:http", "h:70000"])
+@pytest.mark.parametrize(
+    "wrong", ["10.0.0.1", ":80", "host:", "host:http", "h:70000", "a..b:80", "[]:80"]
+)
 def test_an_address_without_host_or_port_is_refused(wrong):
     with pytest.raises(ValueError, match="write host:port"):
         roll_call(wrong, process=1, processes=2, deadline=LONG)

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from rich.console import Console
 
 from experiments import compare, run as program
 from experiments.catalogue import CATALOGUE
+from experiments.records import open_run
 from experiments.stopping import stop_requests
 from lowcomm import spread
 from lowcomm.checkpoint import Checkpoints
@@ -74,6 +76,14 @@ def test_the_table_shows_loss_bytes_syncs_and_pace(tmp_path, capsys):
     assert "training loss" in last[-1]
 
 
+def test_the_table_says_where_a_training_loss_is_not_that_of_all(tmp_path, monkeypatch):
+    with open_run(tmp_path, {}) as folder:
+        watch = program.Watch(program.Settings(), folder, Console())
+    assert "training loss" in watch.row()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "training loss here" in watch.row()
+
+
 @pytest.fixture(autouse=True)
 def signals_are_heard():
     """Also where the tests run in the background, with SIGINT ignored."""
@@ -120,6 +130,18 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_end(
     assert run(*command) == 0
     assert results(tmp_path) == results(whole)
     assert last_arrays(tmp_path) == last_arrays(whole)
+
+
+def test_ctrl_c_before_the_first_step_says_that_it_stopped(
+    tmp_path, monkeypatch, capsys
+):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "task", interrupted)
+    assert run("--out", tmp_path / "new") == 130
+    assert capsys.readouterr().err.startswith("stopped; go on with --out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_is_stopped_after_its_last_step_has_its_model_all_the_same(
@@ -225,6 +247,7 @@ def test_a_run_is_not_resumed_with_other_settings(
 def test_what_is_asked_for_wrongly_is_refused_and_leaves_no_folder(tmp_path, capsys):
     for arguments, complaint in (
         (("--method", "dilocco"), "nearest: diloco"),
+        (("--method", "layered_sgd"), "is for workers on the axes groups and workers"),
         (("--save-every", "-1"), "--save-every cannot be -1"),
         (("--period", "0"), "--period must be at least 1, not 0"),
         (("--log-every", "0"), "--log-every must be at least 1"),
