@@ -1,12 +1,13 @@
 # make demo: compare ten methods on real data.  make test: the whole suite.
 # make notebooks: run the notebooks again, from their sources.
 # make smoke: a part of the suite on newer versions of JAX, where there is a Python for them.
+# make targets: every method compiled for TPU slices and a cluster of GPUs, without any.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint smoke notebooks clean
+.PHONY: demo test lint smoke targets notebooks clean
 
 demo: $(READY)
 	$(BIN)/python -m experiments.compare --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -21,6 +22,9 @@ lint: $(READY)
 
 smoke:
 	.ci/smoke
+
+targets:
+	PYTHON=$(PYTHON) .ci/targets
 
 notebooks: $(READY)
 	$(BIN)/python notebooks/build.py
@@ -40,4 +44,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(VENV)-jax*
+	rm -rf $(VENV) $(VENV)-jax* $(VENV)-targets
