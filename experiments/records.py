@@ -130,7 +130,13 @@ def _check_settings(path: Path, then: Mapping, now: Mapping) -> None:
     if differ:
         raise ValueError(
             f"the run in {path} had other settings: {', '.join(differ)}; resume it "
-            "with its own, or choose another output folder"
+            "with its own"
+            + (
+                ", or with --resize"
+                if then.get("workers") != now.get("workers")
+                else ""
+            )
+            + ", or choose another output folder"
         )
 
 

@@ -39,7 +39,7 @@ from lowcomm.processes import COORDINATOR, leave
 
 from . import plots, records
 from .catalogue import CATALOGUE
-from .launch import end_with_launcher, launch
+from .launch import LAUNCHED, end_with_launcher, launch
 from .measure import SCALAR, Measurement, Where, measure
 from .names import lookup
 from .settings import (
@@ -127,8 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.print(f"[bold red]error:[/] {escape(lost)}", soft_wrap=True)
         return 1
     except (ValueError, OSError, RuntimeError) as problem:
-        # What all of them know, the first one says.
-        if not isinstance(problem, Disagreement) or jax.process_index() == 0:
+        # What all of them know the first one says, to all who read one output.
+        apart = LAUNCHED not in os.environ or jax.process_index() == 0
+        if not isinstance(problem, Disagreement) or apart:
             errors.print(f"[bold red]error:[/] {escape(str(problem))}", soft_wrap=True)
         return 2
     except (KeyboardInterrupt, Stopped) as stop:

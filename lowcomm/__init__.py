@@ -14,6 +14,7 @@ from .processes import (
     at_hand as at_hand,
     feed as feed,
     join as join,
+    preempted as preempted,
     unstack as unstack,
     workers_at_hand as workers_at_hand,
 )

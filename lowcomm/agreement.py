@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 CODE = Path(__file__).parent
+PROCESSES = "LOWCOMM_PROCESSES"
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "lowcomm")
 MOST_NAMED = 4  # differences in one error
 
@@ -42,6 +44,7 @@ def check_alike(about: Mapping[str, Any]) -> None:
     Example:
         >>> check_alike({"learning_rate": 0.1, "code": code_of(Path(__file__).parent)})
     """
+    refuse_alone()
     if _alone():
         return
     here = {"code of lowcomm": code_of(CODE), "versions": _versions(), **about}
@@ -114,6 +117,16 @@ def _meeting() -> tuple[NamedSharding, Callable]:
     mesh = Mesh(np.array([devices[n] for n in sorted(devices)]), ("processes",))
     copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
     return NamedSharding(mesh, P("processes")), copy
+
+
+def refuse_alone() -> None:
+    """Raise where others were started and this process has not joined them."""
+    processes = os.environ.get(PROCESSES, "1")
+    if processes != "1" and not jax.distributed.is_initialized():
+        raise RuntimeError(
+            f"{PROCESSES}={processes} and this process has joined nobody: call "
+            "lowcomm.join() first, before anything else that uses JAX."
+        )
 
 
 def _alone() -> bool:

@@ -16,17 +16,15 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from .agreement import PROCESSES, refuse_alone
 from .rollcall import parts, roll_call
 from .spmd import AXIS, Axis, automatic, check_axes, names
 
-COORDINATOR, PROCESSES, PROCESS, DEADLINE = (
-    "LOWCOMM_COORDINATOR",
-    "LOWCOMM_PROCESSES",
-    "LOWCOMM_PROCESS",
-    "LOWCOMM_DEADLINE",
-)
+COORDINATOR, PROCESS = "LOWCOMM_COORDINATOR", "LOWCOMM_PROCESS"
+DEADLINE = "LOWCOMM_DEADLINE"
 # Where it is set JAX can find the others by itself, and how many they are.
 _CLUSTERS = {
     "SLURM_STEP_NODELIST": "SLURM_NTASKS",
@@ -55,8 +53,7 @@ def join(
 
     From then on an error that nobody catches ends this process at once: as Python ends
     otherwise, JAX would wait for the others, which wait for this one. SIGTERM ends it
-    no more; it is a notice of preemption, on which all processes agree by
-    ``jax.experimental.multihost_utils.reached_preemption_sync_point``.
+    no more; it is a notice of preemption, which ``preempted`` tells the loop of.
 
     Raises:
         RollCallError: who did not come, or that nobody was at the address.
@@ -73,7 +70,12 @@ def join(
     coordinator = coordinator or os.environ.get(COORDINATOR)
     _refuse_halves(coordinator, {PROCESSES: processes, PROCESS: process})
     if deadline is None:
-        deadline = _number(os.environ.get(DEADLINE, 300), DEADLINE)
+        try:
+            deadline = float(os.environ.get(DEADLINE, 300))
+        except ValueError:
+            raise ValueError(
+                f"{DEADLINE} must be seconds, not {os.environ[DEADLINE]!r}."
+            ) from None
     how: dict[str, Any] = {"initialization_timeout": math.ceil(deadline)}
     if coordinator is not None:
         parts(coordinator)
@@ -132,6 +134,25 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def preempted(step: int) -> bool:
+    """Whether all processes shall save now and stop, since one of them got SIGTERM.
+
+    To be asked by all of them at every step from the first on, with its number: it is
+    true on all at the same step. In one process SIGTERM is what it ever was, and this
+    is False. Sends nothing between devices.
+
+    Example:
+        >>> for t in range(3):
+        ...     if preempted(t):
+        ...         break  # after saving what steps 0 to t - 1 made
+        >>> t
+        2
+    """
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return False
+    return bool(multihost_utils.reached_preemption_sync_point(step))
+
+
 def workers_at_hand(mesh: Mesh, *, axis: Axis = AXIS) -> np.ndarray:
     """The workers that have a device of this process, ascending; all, in one process.
 
@@ -141,6 +162,7 @@ def workers_at_hand(mesh: Mesh, *, axis: Axis = AXIS) -> np.ndarray:
         array([0, 1, 2, 3])
     """
     check_axes(mesh, axis)
+    refuse_alone()
     places = [mesh.axis_names.index(name) for name in names(axis)]
     devices = np.moveaxis(mesh.devices, places, range(len(places)))
     groups = devices.reshape(math.prod(mesh.shape[name] for name in names(axis)), -1)

@@ -47,8 +47,8 @@ class Sent(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Payload bytes each worker sent; waits for the step."""
-        return self.traffic.bytes(self.ran)
+        """Payload bytes each worker sent, all its devices together; waits for it."""
+        return self.traffic.together().bytes(self.ran)
 
 
 def local_step(

@@ -36,7 +36,7 @@ class Run(NamedTuple):
     params: PyTree
     state: Any
     losses: np.ndarray  # [steps, K], of this process's workers if there are several
-    payload: np.ndarray  # [steps] int64, bytes each worker sent
+    payload: np.ndarray  # [steps] int64, bytes each worker sent, all devices of it
     programs: tuple[Program, ...]
 
     @property
@@ -71,7 +71,7 @@ def fit(
     go on from an earlier run pass its stacked ``params`` and ``state`` and the next
     step as ``start``. ``mesh`` and ``backend`` are those of ``spread``, ``specs`` those
     of ``stack``, for a mesh on which a worker is a group of devices; parameters and
-    state stay divided as they are. (What ``per_shard`` sends is counted by the shard.)
+    state stay divided as they are.
     ``on_step(t, params, state, metrics)`` sees the stacked arrays after step ``t``;
     they are donated to the next step, so copy what is to be kept.
 
@@ -126,7 +126,7 @@ def fit(
             sent.traffic, before.ran + ran, before.steps + 1
         )
         losses.append(values)
-        payload.append(sent.traffic.bytes(ran))
+        payload.append(sent.bytes)
         if check_finite:
             check_losses(t, values, mine)
 
@@ -163,7 +163,8 @@ def check_losses(t: int, losses: np.ndarray, workers: np.ndarray | None = None) 
         raise FloatingPointError(
             f"the loss is {losses[bad[0]]} at step {t} on worker {worker}"
             + (f" and {bad.size - 1} more" if bad.size > 1 else "")
-            + ": lower the learning rate, or look at that worker's batch."
+            + ": lower the learning rate, or look at that worker's batch; a method that "
+            "survives such workers runs with check_finite=False."
         )
 
 

@@ -243,3 +243,19 @@ def test_alone_everybody_agrees_and_errors_stay_what_they_are():
         raise KeyError("mine")
     assert issubclass(Disagreement, RuntimeError)
     assert Path(program.__file__).exists()
+
+
+def test_who_was_started_with_others_and_joined_nobody_is_told(monkeypatch):
+    monkeypatch.setenv("LOWCOMM_PROCESSES", "2")
+    mesh = lc.worker_mesh(8)
+    for alone in (
+        lambda: lc.workers_at_hand(mesh),
+        lambda: lc.feed(np.zeros(8), mesh),
+        lambda: lc.check_alike({}),
+    ):
+        with pytest.raises(RuntimeError, match="joined nobody: call lowcomm.join"):
+            alone()
+
+
+def test_a_process_by_itself_is_never_preempted():
+    assert not any(lc.preempted(t) for t in range(3))

@@ -229,9 +229,10 @@ def test_parameters_state_anchor_and_residuals_keep_the_models_sharding(name, ho
     assert len(sharded) >= 3
     if name == "local_sgd":  # a reduction is counted whole, a worker
         expected = 4 * sum(x.size for x in START.values())
-    else:  # what each shard sends by itself, by the shard
+    else:  # what each of its devices sends by itself, also of what they all hold
         payload = COMPRESSED["top_k" if name == "diloco" else "powersgd"][1]
-        expected = sum(payload(shard(START[k], SPECS[k])) for k in START)
+        devices = mesh.shape["fsdp"]
+        expected = devices * sum(payload(shard(START[k], SPECS[k])) for k in START)
     assert run.payload.max() == expected
     assert (run.payload > 0).tolist() == [name == "powersgd", True] * 2
 

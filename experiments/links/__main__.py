@@ -51,12 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and record; 77 where there can be no shaped link."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     settings = tyro.cli(Settings, prog="python -m experiments.links", args=given)
-    for name in settings.methods:
-        lookup(TIMED, name, "method")
-    if settings.processes < 2:
-        print("--processes must be 2 or more: one host talks to nobody")
+    try:
+        for name in settings.methods:
+            lookup(TIMED, name, "method")
+        if settings.processes < 2:
+            raise ValueError("--processes must be 2 or more: one host talks to nobody")
+        rates = [parse_bandwidth(text) for text in settings.rate]
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
         return 2
-    rates = [parse_bandwidth(text) for text in settings.rate]
     if reason := why_not():
         print(f"no shaped link here: {reason}", file=sys.stderr)
         return SKIPPED

@@ -73,15 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Race, print and record; 77 where there can be no shaped link."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     settings = tyro.cli(Settings, prog="python -m experiments.links.race", args=given)
-    rate = parse_bandwidth(settings.rate)
-    tuned = json.loads(settings.tuned.read_text())
-    for name in (BASE, *settings.methods):
-        racing(name)
-        if name not in tuned:
-            raise ValueError(
-                f"{settings.tuned} has no rate for {name!r}: run python -m "
-                f'experiments.links.tune --methods {BASE} "{name}"'
-            )
+    try:
+        rate = parse_bandwidth(settings.rate)
+        tuned = json.loads(settings.tuned.read_text())
+        for name in (BASE, *settings.methods):
+            racing(name)
+            if name not in tuned:
+                raise ValueError(
+                    f"{settings.tuned} has no rate for {name!r}: run python -m "
+                    f'experiments.links.tune --methods {BASE} "{name}"'
+                )
+    except (ValueError, OSError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     if reason := why_not():
         print(f"no shaped link here: {reason}", file=sys.stderr)
         return SKIPPED

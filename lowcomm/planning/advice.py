@@ -190,6 +190,11 @@ def advise(
         data_parallel(inner): 91%
         diloco(inner, period=500): 85%
     """
+    if not isinstance(link, Link | Network):
+        raise ValueError(
+            f"link={link!r}: give a Link, such as Link.parse('100Mbit', '20ms'), or a "
+            "Network."
+        )
     tree, dense = _model(parameters)
     members = _members(link, workers)
     _check(compute, efficiency, periods, steps)
