@@ -127,16 +127,11 @@ def _check_settings(path: Path, then: Mapping, now: Mapping) -> None:
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
+    resize = ", or with --resize" if then.get("workers") != now.get("workers") else ""
     if differ:
         raise ValueError(
             f"the run in {path} had other settings: {', '.join(differ)}; resume it "
-            "with its own"
-            + (
-                ", or with --resize"
-                if then.get("workers") != now.get("workers")
-                else ""
-            )
-            + ", or choose another output folder"
+            f"with its own{resize}, or choose another output folder"
         )
 
 

@@ -163,8 +163,8 @@ def check_losses(t: int, losses: np.ndarray, workers: np.ndarray | None = None) 
         raise FloatingPointError(
             f"the loss is {losses[bad[0]]} at step {t} on worker {worker}"
             + (f" and {bad.size - 1} more" if bad.size > 1 else "")
-            + ": lower the learning rate, or look at that worker's batch; a method that "
-            "survives such workers runs with check_finite=False."
+            + ": lower the learning rate, or look at that worker's batch; what can "
+            "take it runs with check_finite=False."
         )
 
 

@@ -253,7 +253,7 @@ def test_who_was_started_with_others_and_joined_nobody_is_told(monkeypatch):
         lambda: lc.feed(np.zeros(8), mesh),
         lambda: lc.check_alike({}),
     ):
-        with pytest.raises(RuntimeError, match="joined nobody: call lowcomm.join"):
+        with pytest.raises(RuntimeError, match="has joined nobody"):
             alone()
 
 
