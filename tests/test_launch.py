@@ -36,6 +36,16 @@ PATIENCE = 240  # seconds, for a machine with much else to do
 pytestmark = pytest.mark.timeout(4 * PATIENCE)
 
 
+@pytest.fixture(autouse=True)
+def listening():
+    """Also where the tests run in the background, with signals ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, how) for number, how in usual.items()}
+    yield
+    for number, how in before.items():
+        signal.signal(number, how)
+
+
 def command(*more):
     return [sys.executable, "-m", "experiments.run", *SETTINGS, *map(str, more)]
 
