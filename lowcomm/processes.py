@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -250,7 +251,8 @@ def unstack(tree: Any, worker: int | None = None) -> Any:
 
 
 def _is_whole(x: Any) -> bool:
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
+    traced = isinstance(x, Tracer)  # of which nobody asks where it lies
+    return traced or not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def _own_rows(x: Any) -> tuple[list[int], np.ndarray]:

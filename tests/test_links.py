@@ -160,7 +160,7 @@ def test_where_no_link_can_be_the_reason_is_said(monkeypatch, capsys, change, re
 
 def test_one_host_talks_to_nobody(capsys):
     assert main(["--processes", "1"]) == 2
-    assert "2 or more" in capsys.readouterr().out
+    assert "2 or more" in capsys.readouterr().err
 
 
 def test_a_command_that_fails_says_what_it_said():

@@ -259,3 +259,8 @@ def test_who_was_started_with_others_and_joined_nobody_is_told(monkeypatch):
 
 def test_a_process_by_itself_is_never_preempted():
     assert not any(lc.preempted(t) for t in range(3))
+
+
+def test_what_one_worker_holds_can_be_asked_for_inside_a_program():
+    rows = np.arange(6.0).reshape(3, 2)
+    assert jax.jit(lc.unstack)(rows).tolist() == [0.0, 1.0]
