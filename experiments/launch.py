@@ -1,7 +1,7 @@
 """Several processes on this machine that run one program together.
 
 Each gets the address of the first, how many they are and its own number, as
-``lowcomm.processes.join`` reads them from the environment. What the first one writes is
+``lowcomm.jobs.join`` reads them from the environment. What the first one writes is
 shown as it is, and of the others what they write to the error stream, behind their
 number. Whoever fails ends them all: the others would wait for it forever.
 """
@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from lowcomm.processes import COORDINATOR, PROCESS, PROCESSES
+from lowcomm.agreement import PROCESSES
+from lowcomm.jobs import COORDINATOR, PROCESS
 
 PATIENCE = 5.0  # seconds in which the others may say what they died of
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -35,7 +35,7 @@ from rich.table import Table
 import lowcomm as lc
 from lowcomm.agreement import Disagreement, gathered, together
 from lowcomm.checkpoint import Checkpoints
-from lowcomm.processes import COORDINATOR, leave
+from lowcomm.jobs import COORDINATOR, leave
 
 from . import plots, records
 from .catalogue import CATALOGUE

@@ -10,11 +10,10 @@ from .workers import spread as spread
 from .shards import init as init
 
 # Processes
+from .jobs import join as join, preempted as preempted
 from .processes import (
     at_hand as at_hand,
     feed as feed,
-    join as join,
-    preempted as preempted,
     unstack as unstack,
     workers_at_hand as workers_at_hand,
 )

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -44,11 +45,17 @@ def check_alike(about: Mapping[str, Any]) -> None:
     Example:
         >>> check_alike({"learning_rate": 0.1, "code": code_of(Path(__file__).parent)})
     """
+    if not alone():
+        about = {"code of lowcomm": code_of(CODE), "versions": _versions(), **about}
+    alike(about)
+
+
+def alike(about: Mapping[str, Any]) -> None:
+    """``check_alike`` of ``about`` alone, whatever the code and the versions."""
     refuse_alone()
-    if _alone():
+    if alone():
         return
-    here = {"code of lowcomm": code_of(CODE), "versions": _versions(), **about}
-    texts = gathered(json.dumps(_flat(here), sort_keys=True))
+    texts = gathered(json.dumps(_flat(about), sort_keys=True))
     told = [json.loads(text) for text in texts]
     said = lambda entries, key: json.dumps(entries[key]) if key in entries else "absent"
     differ = [
@@ -67,6 +74,27 @@ def check_alike(about: Mapping[str, Any]) -> None:
         )
 
 
+def check_program(program: Any, step: int, arrays: Mapping[str, Any]) -> None:
+    """Raise on all processes unless all are about to do the same with the same.
+
+    Args:
+        program: what is traced, as its text tells it.
+        step: the number of the step that it is for.
+        arrays: what it will be called with, of which types and shapes are compared.
+
+    Raises:
+        Disagreement: which processes differ from process 0 and in what.
+    """
+    named = {
+        f"{name}{jax.tree_util.keystr(path)}": str(jax.typeof(x))
+        for name, tree in arrays.items()
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(program))  # where functions lie here
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    alike({"step": step, **named, "program": digest})
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Within, an error of one process is an error of all, who meet at the end of it.
@@ -81,10 +109,10 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _alone():
+        if alone():
             raise
         problem = error
-    if not _alone():
+    if not alone():
         told = gathered("" if problem is None else str(problem) or repr(problem))
         wrong = {text: n for n, text in reversed(list(enumerate(told))) if text}
         if wrong:
@@ -129,7 +157,8 @@ def refuse_alone() -> None:
         )
 
 
-def _alone() -> bool:
+def alone() -> bool:
+    """Whether this is the only process; does not start JAX."""
     # Asking JAX for its processes starts it.
     return not jax.distributed.is_initialized() or jax.process_count() == 1
 

@@ -203,13 +203,18 @@ def _answer(address: str, process: int, processes: int, deadline: float) -> None
 
 @contextlib.contextmanager
 def _door(bind: str) -> Iterator[socket.socket]:
-    """A socket that listens at that address alone."""
+    """A socket that listens at that address alone; at ``[::]`` of both protocols."""
     host, port = parts(bind)
+    both = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not both:
+        host = "0.0.0.0"
     try:
         family, *_, where = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        door = socket.create_server(where[:2], family=family, backlog=1024)
+        door = socket.create_server(
+            where[:2], family=family, backlog=1024, dualstack_ipv6=both
+        )
     except OSError as problem:
         raise RollCallError(
             f"process 0 cannot listen at {bind} ({_reason(problem)}): the address of "

@@ -18,6 +18,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from .agreement import alone, check_program
 from .leaves import PyTree, is_inexact, precise
 from .ledger import Traffic, traffic
 from .meter import meter
@@ -261,10 +262,15 @@ class _Compiled:
                 donate_argnums=(0, 1),
                 out_shardings=((*placed(), None), None) if self.grouped else None,
             )
-        out = self.call(*stacked)
         leaves, structure = jax.tree.flatten(stacked[:-1])
         kinds = structure, tuple((jnp.shape(x), jax.typeof(x).dtype) for x in leaves)
-        if kinds not in self.sends:
+        fresh = kinds not in self.sends
+        if fresh and not alone():
+            params, state, batch, now = stacked
+            arrays = {"params": params, "state": state, "batch": batch}
+            check_program(self.call.trace(*stacked).jaxpr, int(now), arrays)
+        out = self.call(*stacked)
+        if fresh:
             one = [jax.ShapeDtypeStruct(shape[1:], dtype) for shape, dtype in kinds[1]]
             # Not handed in, where it would be taken for one worker's own.
             now = lambda p, s, batch: self.worker(p, s, batch, stacked[-1])

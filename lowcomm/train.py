@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from .agreement import alike
 from .leaves import PyTree
 from .ledger import Traffic
 from .processes import at_hand, workers_at_hand
@@ -97,6 +98,8 @@ def fit(
     """
     if steps < 0 or workers < 1:
         raise ValueError(f"steps={steps} and workers={workers}: give 0 and 1 or more.")
+    if isinstance(mesh, Mesh):
+        alike({"steps": steps, "start": start, "workers": workers})
     if state is not None:  # the caller's arrays are not ours to donate
         check_stacked("with state=, params", params, workers)
         params, state = jax.tree.map(jnp.copy, (params, state))

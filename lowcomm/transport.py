@@ -40,6 +40,7 @@ from .spmd import (
 )
 
 _ALONE = 2**20  # bytes
+_TILE = 128  # entries
 
 
 def reduce_mean(tree: PyTree, axis: Axis) -> PyTree:
@@ -101,12 +102,24 @@ def gather(tree: PyTree, axis: Axis) -> PyTree:
     def everyone(x):
         shape = (count, *jnp.shape(x))
         for name in reversed(names(axis)):
-            x = lax.all_gather(x, name)
+            x = _along(x, name)
         return jnp.reshape(x, shape)
 
     stacked = _fused(tree, axis, lambda parts: [everyone(x) for x in parts])
     several = lambda x, y: y if x.size else jnp.stack([x] * count)
     return vary(jax.tree.map(several, tree, stacked), axis)
+
+
+def _along(x: jax.Array, name: str) -> jax.Array:
+    """``[K, …]``, what each worker along one axis holds.
+
+    Of arrays that fill no whole tiles the workers' axis is the last one at first. Along
+    a first axis XLA turns their gather between slices of TPUs into a sum, for which
+    every worker sends K payloads, zeros but for its own.
+    """
+    if x.size % _TILE == 0:
+        return lax.all_gather(x, name)
+    return jnp.moveaxis(lax.all_gather(x, name, axis=x.ndim), -1, 0)
 
 
 def swap(tree: PyTree, axis: Axis) -> PyTree:

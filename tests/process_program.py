@@ -16,7 +16,7 @@ import optax
 
 import lowcomm as lc
 from experiments.tasks import least_squares
-from lowcomm.agreement import gathered
+from lowcomm.agreement import Disagreement, gathered
 from lowcomm.checkpoint import Checkpoints
 
 K, STEPS, PERIOD, RATE = 8, 12, 4, 0.02
@@ -56,6 +56,38 @@ def in_two_parts(name: str, mesh, folder: Path):
     return trained(name, mesh, params, **rest), refused
 
 
+def refused_runs(mesh, me: int) -> dict[str, str]:
+    """What is said where process 0 trains otherwise than the others."""
+    half = optax.sgd(RATE / 2)
+
+    def train(period=PERIOD, steps=2 * PERIOD, inner=SGD, size=16):
+        task = least_squares(workers=K, batch_size=size)
+        mine = lc.workers_at_hand(mesh)
+        lc.fit(
+            task.loss,
+            lc.local_sgd(inner, period=period),
+            task.init(jax.random.key(0)),
+            lambda t: lc.feed(task.batches(t, mine), mesh),
+            steps=steps,
+            workers=K,
+            mesh=mesh,
+        )
+
+    said = {}
+    others = {
+        "steps": {"steps": PERIOD},
+        "period": {"period": PERIOD + 1},
+        "rate": {"inner": half},
+        "batch": {"size": 8},
+    }
+    for name, how in others.items():
+        try:
+            train(**({} if me == 0 else how))
+        except Disagreement as problem:
+            said[name] = str(problem)
+    return said
+
+
 def consensus(run, mesh):
     """The model that the workers stand for, from the workers at hand."""
     agreed = jax.jit(lc.spread(lc.consensus, mesh=mesh))(run.state, run.params)
@@ -81,6 +113,7 @@ def main(folder: Path, failing: int) -> None:
         "processes": processes,
         "refused": refused,
         "others": gathered(f"I am {me}"),
+        "unlike": refused_runs(mesh, me),
     }
     try:
         lc.unstack(run.params, worker=(found["workers"][0] - 1) % K)

@@ -36,11 +36,15 @@ def launched(folder):
     return [launch(command, 4)]
 
 
-def in_a_job_of_slurm(folder):
-    """Two, which are told of each other by nothing but what srun would tell them."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+        return probe.getsockname()[1]
+
+
+def in_a_job_of_slurm(folder):
+    """Two, which are told of each other by nothing but what srun would tell them."""
+    port = str(free_port())
     told = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost"}
     told |= {"SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": port}
     told |= {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
@@ -58,6 +62,18 @@ def in_a_job_of_slurm(folder):
             stack.callback(processes[n].wait)
             stack.callback(processes[n].kill)
         return [process.wait(PATIENCE) for process in processes]
+
+
+def of_open_mpi(port: int, process: int, processes: int) -> dict[str, str]:
+    """What ``mpirun`` would tell a process."""
+    return {
+        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": str(processes),
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+    }
 
 
 @pytest.fixture(scope="module", params=[in_a_job_of_slurm, launched])
@@ -133,6 +149,20 @@ def test_a_checkpoint_of_a_group_goes_on_bit_for_bit_and_into_no_other_carry(gro
 def test_a_process_is_told_whose_a_worker_is_that_is_not_its_own(group):
     for n, said in enumerate(group[1]):
         assert f"belongs to another process: process {n} holds" in said["not here"]
+
+
+def test_processes_that_train_otherwise_are_told_before_the_step_at_which_they_would(
+    group,
+):
+    last = len(group[1]) - 1
+    for told in group[1]:
+        said = told["unlike"]
+        assert f"process {last}: steps is 4 and 8 on process 0" in said["steps"]
+        # The first to sync meets the others when these do.
+        assert "step is 4 and 3 on process 0" in said["period"]
+        assert "program is" in said["rate"]
+        assert "batch" in said["batch"]
+        assert 'is "float32[8,8,' in said["batch"]
 
 
 class Watched:
@@ -229,12 +259,35 @@ def test_a_worker_that_there_is_not_is_refused():
 def test_joining_too_late_is_an_error_wherever_there_are_others(monkeypatch):
     jnp.zeros(1).block_until_ready()
     assert lc.join() == 1
-    with pytest.raises(RuntimeError, match="JAX has started, and can join nobody"):
+    with pytest.raises(RuntimeError, match="one of 2 and JAX has started without"):
         lc.join("10.0.0.1:1234", 2, 0)
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-4]")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    with pytest.raises(RuntimeError, match=r"one of several \(SLURM_NTASKS=4\)"):
+    for name, value in of_open_mpi(port=1234, process=0, processes=4).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="one of 4 and JAX has started without"):
         lc.join()
+
+
+def test_who_does_not_come_to_a_job_that_was_found_is_named():
+    told = {"JAX_PLATFORMS": "cpu", "LOWCOMM_DEADLINE": "4"}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        port = free_port()
+        for n in (0, 2):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", "import lowcomm as lc; lc.join()"],
+                    env=os.environ | told | of_open_mpi(port, n, processes=4),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        for process in processes:
+            said = process.communicate(timeout=PATIENCE)[1]
+            assert process.returncode == 1
+            missing = "RollCallError: processes 1, 3 of 4 did not come within 4 seconds"
+            assert missing in said
 
 
 def test_alone_everybody_agrees_and_errors_stay_what_they_are():

@@ -30,7 +30,7 @@ FLOORS = [
         "rollcall",
         "agreement",
     },
-    {"spmd"},
+    {"spmd", "jobs"},
     {
         "keys",
         "uniform",

@@ -221,6 +221,9 @@ def test_whole_tiles_may_be_more_and_nothing_may_be_less():
     assert not step_of(sent=99, slack=4096).agrees
     assert not step_of(jaxpr=401).agrees
     assert not step_of(formula=0, expected=0, sent=4).agrees
+    # A gathered number may have become a sum, a payload may not.
+    assert step_of(sent=104, expected=104, turned=4).agrees
+    assert not step_of(sent=200, expected=200, turned=100).agrees
     # What is sent in stages follows from no formula, but something must be.
     assert step_of(sent=5000, staged=True).agrees
     assert not step_of(sent=0, staged=True).agrees

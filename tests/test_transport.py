@@ -81,6 +81,14 @@ def test_a_gather_has_what_each_worker_holds_in_their_order(backend):
 
 
 @backends
+@pytest.mark.parametrize("n", [255, 256, 257])
+def test_a_gather_is_the_same_whether_it_fills_whole_tiles_or_not(n, backend):
+    x = jnp.arange(K * n, dtype=jnp.int32).reshape(K, n)
+    heard = run(lambda x: transport.gather(x, AXIS), x, backend)
+    np.testing.assert_array_equal(heard, np.stack([x] * K))
+
+
+@backends
 def test_a_swap_transposes_rows_and_workers(backend):
     rng = np.random.default_rng(1)
     x = {

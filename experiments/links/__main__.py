@@ -1,12 +1,15 @@
 """Bytes and seconds of methods on shaped links: ``python -m experiments.links --help``.
 
 Hosts are shaped to one rate after the other. On each, raw transfers and single
-collectives are timed, from these the seconds of a round of each method are predicted,
-and rounds are run and timed, with the kernel's counters read before and after.
+collectives are timed, from these and from rounds on links that are not shaped the
+seconds of a round of each method are predicted, and rounds are run and timed, with the
+kernel's counters read before and after. Rounds on both kinds of link take turns, since
+how fast such a machine computes is not the same from minute to minute.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,38 +87,36 @@ def measure(settings: Settings, rates: Sequence[float]) -> dict[str, Any]:
         of_steps = [calibration.found_by(one["steps"]) for one in readings.values()]
         wanted = sorted({name for steps in of_steps for step in steps for name in step})
         background = idle(job)
-        free: dict[str, float] = {}
-        at: dict[str, Any] = {}
+        found: dict[float | None, Any] = {}
         for rate in (None, *rates):
-            if rate is not None:
-                shape(hosts, rate)
+            shape(hosts, rate)
             raw, links = obtained(job, rate), calibrate(job, rate, wanted)
-            of_methods = {}
-            for name, reading in readings.items():
-                seen = observe(job, name, reading, background, settings.seconds)
-                steps, n = reading["steps"], len(hosts)
-                if rate is None:
-                    took = seen["seconds"]
-                    free[name] = calibration.computing(took, steps, links, n)
-                talking = calibration.talking(steps, links, n)
-                of_methods[name] = {
-                    **seen,
-                    "computing": free[name],
-                    "predicted": free[name] + talking,
-                }
-            at["unshaped" if rate is None else f"{rate:g}"] = {
+            found[rate] = {
                 "asked": rate,
                 "obtained": raw,
                 "links": calibration.written(links),
-                "methods": of_methods,
             }
-            console.print(f"{'no limit' if rate is None else rate} is done")
+            if rate is None:
+                free = links
+                continue
+            of_methods = found[rate]["methods"] = {}
+            for name, reading in readings.items():
+                sending = functools.partial(shape, hosts)
+                how = background, rate, settings.seconds
+                seen = observe(job, name, reading, *how, shape=sending)
+                steps, n = reading["steps"], len(hosts)
+                alone = calibration.computing(seen["unshaped"], steps, free, n)
+                talking = calibration.talking(steps, links, n)
+                more = {"computing": alone, "predicted": alone + talking}
+                of_methods[name] = seen | more
+            console.print(f"{rate:g} is done")
     return {
         "settings": tables.without_places(settings),
         "versions": records.versions(),
         "background": background,
         "readings": readings,
-        "rates": at,
+        "unshaped": found.pop(None),
+        "rates": {f"{rate:g}": at for rate, at in found.items()},
     }
 
 

@@ -4,8 +4,9 @@ Only raw transfers and collectives of their own are timed for it, no method:
 
     α, β of a collective    from a probe of a few bytes and one of many
     seconds of a round   =  computing  +  Σ over its collectives (bytes; α, β)
-    computing            =  seconds of a round where links are not shaped, less what
-                            the same sum predicts for those links
+    computing            =  seconds of a round where links are not shaped, measured in
+                            turns with it, less what the same sum predicts for those
+                            links
 
 A collective takes ``lowcomm.costs.collective_seconds`` with gloo's algorithms. β is its
 pace and not the link's: gloo tells the other side that it may send in the stream that

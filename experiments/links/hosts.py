@@ -125,10 +125,18 @@ def shaping(host: Host, rate: float) -> list[str]:
     return [host.command(tc("eth0")), tc(f"port{host.number}")]
 
 
-def shape(hosts: Sequence[Host], rate: float) -> None:
-    """Give the links of all hosts a rate in bits a second, each way."""
+def freeing(host: Host) -> list[str]:
+    """The commands that take the rate of both ends away, if they have one."""
+    return [
+        host.command("tc qdisc replace dev eth0 root pfifo"),
+        f"tc qdisc replace dev port{host.number} root pfifo",
+    ]
+
+
+def shape(hosts: Sequence[Host], rate: float | None) -> None:
+    """Give the links of all hosts a rate in bits a second, each way, or none."""
     for host in hosts:
-        for command in shaping(host, rate):
+        for command in freeing(host) if rate is None else shaping(host, rate):
             run(command)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from . import calibration
 from .calibration import AFTER
 from .counters import Counters
 from .job import PORT, Job
+
+TURNS = 5  # from shaped links to unshaped ones and back
 
 
 def idle(job: Job, seconds: float = 2.0) -> float:
@@ -63,7 +65,10 @@ def observe(
     name: str,
     reading: Mapping[str, Any],
     background: float,
+    rate: float,
     seconds: float,
+    *,
+    shape: Callable[[float | None], None],
 ) -> dict[str, Any]:
     """Rounds of a method: how long each took, and what the kernel counted.
 
@@ -72,22 +77,31 @@ def observe(
         name: of the method.
         reading: what it is known to send, ``Training.reading``.
         background: bytes a second that are sent anyway.
-        seconds: that it should take at least; there are 3 to 30 rounds.
+        rate: of the links, in bits a second.
+        seconds: that its rounds should take at least; there are 5 to 30 rounds, and as
+            many on links that are not shaped, in turns.
+        shape: gives the links a rate, or none.
     """
     trial = rounds(job, name, 1)[0]
-    count = int(np.clip(np.ceil(seconds / trial), 3, 30))
+    count = int(np.clip(np.ceil(seconds / trial), TURNS, 30))
     before, since = job.ask("count"), time.perf_counter()
-    took = rounds(job, name, count)
+    unshaped, took = [], []
+    for turn in np.array_split(np.arange(count), TURNS):
+        shape(None)
+        unshaped += rounds(job, name, len(turn)).tolist()
+        shape(rate)
+        took += rounds(job, name, len(turn)).tolist()
     whole = time.perf_counter() - since
     sent = _sent(job, before)
-    payload = [(one.payload - background * whole) / count for one in sent]
+    payload = [(one.payload - background * whole) / (2 * count) for one in sent]
     return {
         "rounds": count,
+        "unshaped": unshaped,
         "seconds": took,
         "median": float(np.median(took)),
         "kernel": payload,
         "kernel_off": float(max(abs(p / reading["wire"] - 1) for p in payload)),
-        "packets": sum(one.packets for one in sent) / len(sent) / count,
+        "packets": sum(one.packets for one in sent) / len(sent) / (2 * count),
         "retransmitted": sum(one.retransmitted for one in sent),
     }
 

@@ -132,8 +132,8 @@ def _notes(reports: Sequence[Report]) -> str:
     ]
     if any(step.turned for found in reports for step in found.steps):
         notes.append(
-            "¹ Gathers between slices of other than a multiple of 128 entries are "
-            "compiled to a sum of as many payloads as there are workers."
+            "¹ Gathers of single numbers between slices are compiled to a sum of as "
+            "many as there are workers."
         )
     notes += [
         f"² `{found.name}`: {DIFFERS[found.name]}."
