@@ -46,6 +46,9 @@ class Method:
         wrap: from an inner optimizer and a setting to the transformation.
         sent: the bytes it sends for a tree of parameters, at a step that is not known
             when the program is built (where the clock alone decides, nobody is asked).
+        shared: those of one device where so many of them share a worker, from the
+            parameters and from the part of each that the device holds; None where it
+            sends what ``sent`` has for those parts.
         learning_rate: tuned on the image task, for SGD with momentum 0.9; None where
             it was not.
         adamw_rate: tuned on the language model, for AdamW; None where it was not.
@@ -64,6 +67,7 @@ class Method:
 
     wrap: Callable[[Any, Setting], optax.GradientTransformationExtraArgs]
     sent: Callable[[Any, Setting], Sent]
+    shared: Callable[[Any, Setting, Any, int], Sent] | None = None
     learning_rate: float | None = None
     adamw_rate: float | None = None
     period: int = 8
@@ -92,6 +96,14 @@ class Method:
         inner = optax.sgd(rate, momentum=0.9) if inner is None else inner
         period = setting.pop("period", self.period)
         return self.wrap(inner, Setting(workers, steps, rate, period, **setting))
+
+    def sent_by_device(
+        self, params: Any, setting: Setting, parts: Any, devices: int
+    ) -> Sent:
+        """What one of a worker's ``devices`` sends, which holds ``parts`` of leaves."""
+        if self.shared is None:
+            return self.sent(parts, setting)
+        return self.shared(params, setting, parts, devices)
 
 
 def dense(params: Any, *, least: int = 4) -> int:

@@ -144,7 +144,8 @@ def lossless_homomorphic(
     all-to-all and a gather (three workers and more: 2/K of what a gather alone would
     put on the links) or a gather, and 4 bytes to agree that nothing is left; the tree
     in addition where it is. Where all that would be no less than the tree, the tree
-    instead. ``state.unpeeled`` and ``state.fallbacks`` say what happened.
+    instead. ``state.unpeeled`` and ``state.fallbacks`` say what happened. The shards of
+    a worker that is a group of devices decide each for itself.
 
     Raises:
         ValueError: density outside (0, 1], slack below 1, an unknown ``supports``; at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -209,22 +210,36 @@ def low_rank_mean(
     return heard, right, left
 
 
-def low_rank_bytes(params: PyTree, rank: Rank, *, min_compression: float = 2.0) -> int:
+def low_rank_bytes(
+    params: PyTree,
+    rank: Rank,
+    parts: PyTree | None = None,
+    devices: int = 1,
+    *,
+    min_compression: float = 2.0,
+) -> int:
     """Payload bytes of ``powersgd``: a worker's, for one exchange of a tree.
 
+    Of a worker that is a group, those of one of its ``devices``: it sends an equal part
+    of all left factors and of all right ones, and its ``parts`` of what goes whole.
     Shapes will do: leaves may be ``jax.ShapeDtypeStruct``.
     """
-    leaves = [
-        x if hasattr(x, "shape") else jnp.asarray(x) for x in jax.tree.leaves(params)
-    ]
+    shaped = lambda x: x if hasattr(x, "shape") else jnp.asarray(x)
+    leaves = list(map(shaped, jax.tree.leaves(params)))
+    own = leaves if parts is None else jax.tree.leaves(parts)
 
-    def sent(x, rank):
-        if not takes_part(x):
-            return 0
-        numbers = rank * sum(size_of(x.shape)) if rank else x.size
-        return numbers * jnp.promote_types(x.dtype, jnp.float32).itemsize
-
-    return sum(map(sent, leaves, leaf_ranks(params, rank, min_compression)))
+    ranks = leaf_ranks(params, rank, min_compression)
+    size = lambda x: jnp.promote_types(x.dtype, jnp.float32).itemsize
+    lengths: dict[tuple[int, int], int] = {}  # of left and right factors, by type
+    whole = 0
+    for x, part, r in zip(leaves, own, ranks, strict=True):
+        if r:
+            for side, n in enumerate(size_of(x.shape)):
+                kind = side, size(x)
+                lengths[kind] = lengths.get(kind, 0) + r * n
+        elif takes_part(x):
+            whole += size(x) * part.size
+    return whole + sum(kind[1] * math.ceil(n / devices) for kind, n in lengths.items())
 
 
 def first_directions(

@@ -29,7 +29,7 @@ from jax import lax
 from . import uniform
 from .leaves import PyTree, takes_part
 from .spmd import Axis
-from .transport import reduce_mean
+from .transport import reduce_mean, shared_out
 
 # One for all leaves, or a function of a leaf's path and shape; 0 sends the leaf whole.
 Rank: TypeAlias = int | Callable[[str, tuple[int, ...]], int]
@@ -56,13 +56,15 @@ def factors(
     """One power iteration from ``directions`` ``[n, rank]``, and the mean of ``whole``.
 
     Two collectives: the products with the directions together with ``whole``, and the
-    right factors.
+    right factors. All devices of a worker that is a group of them need both factors,
+    and each sends an equal part.
     """
-    sides = list(map(times, matrices, directions))
+    sides, back = shared_out(list(map(times, matrices, directions)))
     sides, whole = reduce_mean((sides, whole), axis)
-    left = orthonormal(sides)
+    left = orthonormal(back(sides))
     mine = [times(p.T, d) for p, d in zip(left, matrices, strict=True)]
-    return Factors(left, mine, reduce_mean(mine, axis)), whole
+    right, back = shared_out(mine)
+    return Factors(left, mine, back(reduce_mean(right, axis))), whole
 
 
 def orthonormal(matrices: Sequence[jax.Array]) -> list[jax.Array]:

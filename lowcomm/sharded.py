@@ -3,7 +3,8 @@ r"""Whole methods whose workers are groups of devices: ``sharded``.
 A method is built of parts that the compiler can divide among a worker's devices and of
 parts that it cannot. Optimizers, verbs, triggers, norms, means, mixing and products of
 matrices stay with the compiler: they are computed on whole leaves, whose shards the
-devices hold, and a mean over the workers moves each device's shard and no more. What
+devices hold, and a mean over the workers moves each device's shard and no more (of the
+narrow factors of matrices, which all devices need, an equal part). What
 selects, quantizes or packs entries must be run on each shard by itself. Such exchanges
 pass through ``by_shard``, and ``sharded`` tells them, wherever they stand in a method,
 how its leaves are divided.

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from .meshes import (
     AXIS as AXIS,
@@ -164,6 +164,27 @@ def leaves_are_divided() -> bool:
     """Whether the mesh around has automatic axes, over which leaves may be divided."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[name] > 1 for name in automatic_axes())
+
+
+def devices_of_worker() -> int:
+    """How many the mesh around has for each worker, as far as the compiler has them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in automatic_axes())
+
+
+def row_by_row(x: jax.Array) -> jax.Array:
+    """``x``, with a row for each of a worker's devices, of which each holds its own."""
+    return _placed(x, P(automatic_axes()))
+
+
+def on_all(x: jax.Array) -> jax.Array:
+    """``x``, of which each of a worker's devices holds all."""
+    return _placed(x, P())
+
+
+def _placed(x: jax.Array, spec: P) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def on_shards(fn: Callable, axes: tuple[str, ...], in_specs: Any, out_specs: Any):

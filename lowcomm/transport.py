@@ -32,8 +32,11 @@ from .leaves import PyTree, exchanged, map_exchanged, precise
 from .spmd import (
     Axis,
     axis_size,
+    devices_of_worker,
     leaves_are_divided,
     names,
+    on_all,
+    row_by_row,
     vary,
     vary_with,
     worker_index,
@@ -47,6 +50,39 @@ def reduce_mean(tree: PyTree, axis: Axis) -> PyTree:
     """The mean of every leaf over the workers, summed and returned precisely."""
     mean = lambda parts: parts if _alone(axis) else lax.pmean(parts, names(axis))
     return vary(_reduce(jax.tree.map(precise, tree), axis, mean), axis)
+
+
+def shared_out(
+    leaves: Sequence[jax.Array],
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+    """What all devices of a worker need, so that each sends an equal part; a way back.
+
+    A worker of ``n`` devices has ``[n, …]`` for each type of leaf, where a device holds
+    the row that is its own, filled up with less than ``n`` zeros. A worker of one has
+    its leaves.
+    """
+    devices = devices_of_worker()
+    if devices == 1:
+        return list(leaves), list
+    kinds: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        kinds.setdefault(x.dtype, []).append(i)
+
+    def rows(places):
+        flat = jnp.concatenate([on_all(leaves[i]).ravel() for i in places])
+        filled = jnp.pad(flat, (0, -flat.size % devices))
+        return row_by_row(filled.reshape(devices, -1))
+
+    def back(heard):
+        found = list(leaves)
+        for places, x in zip(kinds.values(), heard, strict=True):
+            ends = itertools.accumulate(leaves[i].size for i in places)
+            pieces = jnp.split(on_all(x).ravel(), list(ends))
+            for i, piece in zip(places, pieces, strict=False):  # zeros are the last
+                found[i] = piece.reshape(leaves[i].shape)
+        return found
+
+    return list(map(rows, kinds.values())), back
 
 
 def reduce_sum(tree: PyTree, axis: Axis) -> PyTree:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import lowcomm as lc
 from lowcomm.lossless import lossless_bytes
@@ -154,6 +155,24 @@ def test_it_talks_along_two_axes():
         heard, state = jax.jit(lc.spread(worker, axis=axis, **place))(x)
         assert (np.asarray(heard) == x.mean(0)).all()
         assert not state.unpeeled.any()
+
+
+def test_each_shard_of_a_worker_falls_back_by_itself():
+    # Branches that differ within a worker talk to the same shard of others alone.
+    mesh = worker_mesh(2, inside={"fsdp": 4})
+    specs = {"w": P(None, "fsdp")}
+    tx = lc.per_shard(lc.lossless_homomorphic(0.05), specs, axes="fsdp")
+    rng = np.random.default_rng(0)
+    g = rng.integers(1, 9, (2, 64, 256)).astype(np.float32)
+    full = np.arange(256) // 64 == 1  # the second shard, which is not sparse
+    g[(rng.random(g.shape) > 0.04) & ~full] = 0
+    stacked = {"w": jnp.asarray(g)}
+    x = jax.device_put(stacked, NamedSharding(mesh, P(AXIS, None, "fsdp")))
+    worker = lambda g: tx.update(g, tx.init(g), g, step=0)
+    heard, state = jax.jit(lc.spread(worker, mesh=mesh))(x)
+    np.testing.assert_array_equal(heard["w"], [g.mean(0)] * 2)
+    (kept,) = state.shards
+    np.testing.assert_array_equal(kept.fallbacks, [[0, 1, 0, 0]] * 2)
 
 
 def test_peeled_top_k_is_gathered_top_k():

@@ -213,6 +213,16 @@ def test_the_bytes_are_those_of_the_factors_and_of_what_travels_whole(rank):
     assert traffic(tx.update, zeros, state, workers=1).bytes_always == 0
 
 
+def test_a_device_of_four_sends_a_quarter_of_all_factors_of_a_side():
+    array = jax.ShapeDtypeStruct
+    tree = {"w": array((24, 32), np.float32), "b": array((8,), np.float32)}
+    parts = {"w": array((24, 8), np.float32), "b": array((2,), np.float32)}
+    assert low_rank_bytes(tree, 2, parts, 4) == 4 * (2 * (6 + 8) + 2)
+    # Of 3 times 17 numbers one device sends one fewer, and zeros make it up.
+    odd = {"w": array((17, 32), np.float32), "b": tree["b"]}
+    assert low_rank_bytes(odd, 3, parts, 4) == 4 * (13 + 24 + 2)
+
+
 def test_the_two_residuals_differ_and_what_is_heard_does_not():
     stream = gaussian(K, 20, M, N)
     heard, mine = listen(stream, residual="local")

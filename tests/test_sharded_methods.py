@@ -97,11 +97,9 @@ VECTORS = ("lossless_sgd", "fetch_sgd", "sketched_sgd", "sign_vote_sgd")
 def payload(name, setting, mesh):
     """What the formulas of the catalogue say of a shard."""
     method, own = CATALOGUE[name], shard(SPECS, mesh)
-    if name == "dion":  # whose rank is a share of the whole matrix, 4 of 16 × 32
-        rank = lambda path, shape: 4
-        return lc.lowrank.low_rank_bytes(own, rank, min_compression=0.0)
     if name not in VECTORS:
-        return method.sent(own, setting).most
+        devices = mesh.size // setting.workers
+        return method.sent_by_device(START, setting, own, devices).most
     whole = {"s": own.pop("s")}
     return sum(method.sent(part, setting).most for part in (own, whole))
 
@@ -154,15 +152,33 @@ def test_shards_over_two_axes_are_sent_as_those_over_one(name):
     elif name == "two_stage":
         exchange = lc.two_stage(lc.quantize(8))
         expected = lc.row_means.two_stage_bytes(lc.quantize(8), own, workers=2)
-    elif name == "powersgd":  # products of matrices, which the compiler divides
+    elif name == "powersgd":  # narrow factors, of which each sends an equal part
         exchange = lc.powersgd(2, min_compression=1.0)
-        expected = lc.lowrank.low_rank_bytes(own, 2, min_compression=1.0)
+        expected = lc.lowrank.low_rank_bytes(START, 2, own, 4, min_compression=1.0)
     else:
         exchange = lc.mean()
         expected = sum(4 * x.size for x in jax.tree.leaves(own))
     tx = lc.sharded(optax.chain(exchange, optax.adam(RATE)), BOTH)
     carry = placed(tx, mesh, specs=BOTH)
     assert between(compiled(tx, carry, mesh)) == expected
+
+
+@pytest.mark.parametrize("spec", [P("fsdp", None), P(None, "fsdp"), P()])
+def test_narrow_factors_are_sent_in_parts_however_the_matrix_lies(spec):
+    # And a matrix that all devices hold stays where it is.
+    mesh = grouped(inside={"fsdp": 4})
+    params = lc.stack({"w": jnp.ones((32, 64))}, 2, mesh=mesh, specs={"w": spec})
+    tx = lc.powersgd(2)
+    carry = params, lc.init(tx, params, mesh=mesh)
+
+    def update(params, state):
+        return tx.update(params, state, params, step=0)
+
+    program = jax.jit(lc.spread(update, mesh=mesh)).lower(*carry).compile(QUICKLY)
+    sent = lc.compiled_traffic(program, mesh=mesh)
+    assert between(sent) == 4 * 2 * (32 + 64) // 4
+    within = [row for row in sent.rows if row.axis == "fsdp"]
+    assert Traffic(tuple(within)).bytes_max < 32 * 64 * 4
 
 
 def run(tx, *, mesh=None, specs=None, steps=3):

@@ -13,13 +13,19 @@ from ..contracts import Method, Sent, Setting, dense
 _RANKS, _SAMPLE_EVERY = (1, 2), 2
 
 
-def _edgc(params: Any, s: Setting) -> Sent:
+def _dion(params: Any, s: Setting, *shared: Any) -> Sent:
+    rank = lc.rank_fraction(0.25)
+    return Sent(low_rank_bytes(params, rank, *shared, min_compression=0.0), 0)
+
+
+def _edgc(params: Any, s: Setting, parts: Any = None, devices: int = 1) -> Sent:
     """Everything in the warm-up, then factors of the largest rank and who has which.
 
     For two windows, before the first of which nothing was measured.
     """
-    warm, whole = s.steps // 4, dense(params)
-    factors = 4 + low_rank_bytes(params, _RANKS[-1], min_compression=1.0)
+    warm, whole = s.steps // 4, dense(params if parts is None else parts)
+    shared = parts, devices
+    factors = 4 + low_rank_bytes(params, _RANKS[-1], *shared, min_compression=1.0)
     entropies = 4 * sum(r > 0 for r in leaf_ranks(params, _RANKS[0], 1.0))
     asks = lambda t: entropies * ((t - warm) % _SAMPLE_EVERY == 0)
     at = lambda t: whole if t < warm else factors + asks(t)
@@ -29,9 +35,8 @@ def _edgc(params: Any, s: Setting) -> Sent:
 METHODS: dict[str, Method] = {
     "dion": Method(
         lambda inner, s: lc.dion(inner, rank=lc.rank_fraction(0.25)),
-        lambda params, s: Sent(
-            low_rank_bytes(params, lc.rank_fraction(0.25), min_compression=0.0), 0
-        ),
+        _dion,
+        _dion,
         exact=0,  # orthogonalization takes square roots
         smooth=False,
         exempt={
@@ -47,6 +52,7 @@ METHODS: dict[str, Method] = {
             sample_every=_SAMPLE_EVERY,
             min_compression=1.0,
         ),
+        _edgc,
         _edgc,
         syncs=None,  # it talks at every step, of which there are several kinds
         exact=0,  # orthogonalization takes square roots

@@ -38,6 +38,9 @@ METHODS: dict[str, Method] = {
     "powersgd_sgd": Method(
         lambda inner, s: lc.powersgd_sgd(inner, rank=2, min_compression=1.0),
         lambda params, s: Sent(low_rank_bytes(params, 2, min_compression=1.0), 0),
+        lambda params, s, *shared: Sent(
+            low_rank_bytes(params, 2, *shared, min_compression=1.0), 0
+        ),
         learning_rate=0.02,
         adamw_rate=0.002,
         exact=0,  # orthogonalization takes square roots

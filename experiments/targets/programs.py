@@ -57,6 +57,11 @@ class Placed(NamedTuple):
     batch: PyTree
 
     @property
+    def devices(self) -> int:
+        """Of a worker."""
+        return self.mesh.shape.get(INSIDE, 1)
+
+    @property
     def divided(self) -> Any:
         """The loss, whose examples the devices of a worker share out."""
         return sharding.divided(self.loss, self.mesh.shape)

@@ -31,9 +31,6 @@ from lowcomm.spmd import names
 from ..contracts import Sent
 from .programs import Placed, Program, asks, kinds, memory, place, round_of
 
-# Methods that send something else than their formulas say, and why.
-_FACTORS = "the compiler divides the factors of divided matrices as it likes"
-DIFFERS = dict.fromkeys(("dion", "edgc", "powersgd_sgd"), _FACTORS)
 TILE = {"tpu": 4096, "cuda": 0}
 NUMBERS = 64  # bytes of gathers that may become reductions
 
@@ -100,8 +97,7 @@ class Report(NamedTuple):
     @property
     def agrees(self) -> bool:
         """Whether it was compiled, and does what it should."""
-        fine = lambda step: step.agrees or (self.name in DIFFERS and step.between)
-        return bool(self.steps) and all(map(fine, self.steps))
+        return bool(self.steps) and all(step.agrees for step in self.steps)
 
     @property
     def busiest(self) -> Step:
@@ -139,7 +135,7 @@ def report(
     overlap = ()
     if rounds and placed.method.syncs == "period":
         overlap = between_slices(placed, round_of(placed))
-    return Report(name, sizes, placed.mesh.shape.get("fsdp", 1), steps, overlap)
+    return Report(name, sizes, placed.devices, steps, overlap)
 
 
 def read(placed: Placed, program: Program) -> Step:
@@ -151,7 +147,8 @@ def read(placed: Placed, program: Program) -> Step:
     by_slices = lc.compiled_traffic(text, mesh=placed.slices)
     crossing = _along(by_slices, {"slice"})
     shards = _along(asks(placed, program.host, by_shard=True), workers)
-    part = placed.method.sent(placed.shards, placed.setting)
+    one = placed.whole[0], placed.setting, placed.shards, placed.devices
+    part = placed.method.sent_by_device(*one)
     try:
         whole = asks(placed, program.host, by_shard=False)
         formula = placed.method.sent(placed.whole[0], placed.setting)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import records
 from .chips import Target
-from .reports import DIFFERS, Report, Step
+from .reports import Report, Step
 
 HEAD = (
     "method",
@@ -30,8 +30,6 @@ def line(found: Report) -> str:
         return f"{found.name}: {found.reason}"
     most, least = found.busiest, found.quietest
     verdict = "" if found.agrees else ", and should send something else"
-    if found.agrees and found.name in DIFFERS:
-        verdict = f", {DIFFERS[found.name]}"
     return (
         f"{found.name}: {most.sent:,} bytes to other workers of {most.formula:,}, "
         f"{least.sent:,} in other steps; {max(s.memory for s in found.steps):,} bytes "
@@ -56,7 +54,7 @@ def _cells(found: Report) -> tuple[str, ...]:
         f"`{found.name}`",
         workers,
         _kb(most.formula),
-        _kb(most.crossed) + _remark(found, most),
+        _kb(most.crossed) + _remark(most),
         ("silent" if least.silent else _kb(least.sent)) if several else "",
         _kb(sum(least.inside.values())),
         f"{max(s.memory for s in found.steps) / 2**20:.1f}",
@@ -64,9 +62,7 @@ def _cells(found: Report) -> tuple[str, ...]:
     )
 
 
-def _remark(found: Report, step: Step) -> str:
-    if found.name in DIFFERS:
-        return " ²"
+def _remark(step: Step) -> str:
     return " ¹" if step.turned else ""
 
 
@@ -135,11 +131,6 @@ def _notes(reports: Sequence[Report]) -> str:
             "¹ Gathers of single numbers between slices are compiled to a sum of as "
             "many as there are workers."
         )
-    notes += [
-        f"² `{found.name}`: {DIFFERS[found.name]}."
-        for found in reports
-        if found.name in DIFFERS
-    ]
     return "\n" + "\n\n".join(notes) + "\n"
 
 
