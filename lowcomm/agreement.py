@@ -11,9 +11,8 @@ import functools
 import hashlib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,57 +49,49 @@ def check_alike(about: Mapping[str, Any]) -> None:
     alike(about)
 
 
-def alike(about: Mapping[str, Any]) -> None:
-    """``check_alike`` of ``about`` alone, whatever the code and the versions."""
+def alike(about: Mapping[str, Any], among: Sequence[int] | None = None) -> None:
+    """``check_alike`` of ``about`` alone, whatever the code and the versions.
+
+    ``among`` are the processes that meet, by number; all of them unless it is given.
+    """
     refuse_alone()
-    if alone():
+    if alone(among):
         return
-    texts = gathered(json.dumps(_flat(about), sort_keys=True))
-    told = [json.loads(text) for text in texts]
+    text = json.dumps(_flat(about), sort_keys=True)
+    if len(set(gathered(digest(text), among))) == 1:
+        return
+    told = dict(
+        zip(_numbers(among), map(json.loads, gathered(text, among)), strict=True)
+    )
+    first, *others = told
     said = lambda entries, key: json.dumps(entries[key]) if key in entries else "absent"
     differ = [
-        f"process {n}: {key} is {said(entries, key)} and {said(told[0], key)} on "
-        "process 0"
-        for n, entries in enumerate(told)
-        for key in sorted(entries.keys() | told[0].keys())
-        if said(entries, key) != said(told[0], key)
+        f"process {n}: {key} is {said(told[n], key)} and {said(told[first], key)} on "
+        f"process {first}"
+        for n in others
+        for key in sorted(told[n].keys() | told[first].keys())
+        if said(told[n], key) != said(told[first], key)
     ]
-    if differ:
-        more = len(differ) - MOST_NAMED
-        raise Disagreement(
-            f"the processes are not alike: {'; '.join(differ[:MOST_NAMED])}"
-            + (f"; and {more} more" if more > 0 else "")
-            + ". Start all of them with the same code, packages and settings."
-        )
+    more = len(differ) - MOST_NAMED
+    raise Disagreement(
+        f"the processes are not alike: {'; '.join(differ[:MOST_NAMED])}"
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Start all of them with the same code, packages and settings."
+    )
 
 
-def check_program(program: Any, step: int, arrays: Mapping[str, Any]) -> None:
-    """Raise on all processes unless all are about to do the same with the same.
-
-    Args:
-        program: what is traced, as its text tells it.
-        step: the number of the step that it is for.
-        arrays: what it will be called with, of which types and shapes are compared.
-
-    Raises:
-        Disagreement: which processes differ from process 0 and in what.
-    """
-    named = {
-        f"{name}{jax.tree_util.keystr(path)}": str(jax.typeof(x))
-        for name, tree in arrays.items()
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(program))  # where functions lie here
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    alike({"step": step, **named, "program": digest})
+def digest(text: str) -> str:
+    """A checksum of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(among: Sequence[int] | None = None) -> Iterator[None]:
     """Within, an error of one process is an error of all, who meet at the end of it.
 
     For what may fail on one process alone, such as reading a file. Nothing inside may
-    wait for other processes. With one process it does nothing.
+    wait for other processes. With one process it does nothing. ``among`` is who meets,
+    all of them unless it is given.
 
     Raises:
         Disagreement: on all processes, what went wrong on which.
@@ -109,23 +100,24 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if alone():
+        if alone(among):
             raise
         problem = error
-    if not alone():
-        told = gathered("" if problem is None else str(problem) or repr(problem))
-        wrong = {text: n for n, text in reversed(list(enumerate(told))) if text}
+    if not alone(among):
+        said = "" if problem is None else str(problem) or repr(problem)
+        told = dict(zip(_numbers(among), gathered(said, among), strict=True))
+        wrong = {text: n for n, text in reversed(told.items()) if text}
         if wrong:
             listed = [f"process {n}: {text}" for text, n in reversed(wrong.items())]
-            common = told[0] if len(set(told)) == 1 else ""
+            common = said if len(set(told.values())) == 1 else ""
             raise Disagreement(common or "; ".join(listed)) from problem
 
 
-def gathered(text: str) -> list[str]:
-    """What every process says, in their order; all must call it."""
-    if jax.process_count() == 1:
+def gathered(text: str, among: Sequence[int] | None = None) -> list[str]:
+    """What every process says, in their order; all ``among`` which it is must call."""
+    if alone(among):
         return [text]
-    own, copy = _meeting()
+    own, copy = _meeting(tuple(_numbers(among)))
 
     def gather(x: np.ndarray) -> np.ndarray:
         return np.asarray(copy(jax.make_array_from_process_local_data(own, x[None])))
@@ -139,10 +131,10 @@ def gathered(text: str) -> list[str]:
 
 
 @functools.cache
-def _meeting() -> tuple[NamedSharding, Callable]:
+def _meeting(among: tuple[int, ...]) -> tuple[NamedSharding, Callable]:
     """Where each process has one row, and the program that gives all rows to all."""
     devices = {d.process_index: d for d in reversed(jax.devices())}
-    mesh = Mesh(np.array([devices[n] for n in sorted(devices)]), ("processes",))
+    mesh = Mesh(np.array([devices[n] for n in among]), ("processes",))
     copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
     return NamedSharding(mesh, P("processes")), copy
 
@@ -157,17 +149,30 @@ def refuse_alone() -> None:
         )
 
 
-def alone() -> bool:
-    """Whether this is the only process; does not start JAX."""
-    # Asking JAX for its processes starts it.
-    return not jax.distributed.is_initialized() or jax.process_count() == 1
+def alone(among: Sequence[int] | None = None) -> bool:
+    """Whether there is nobody to meet; does not start JAX where nobody has joined."""
+    if not jax.distributed.is_initialized():
+        return True
+    return len(_numbers(among)) == 1
+
+
+def processes_of(mesh: Any) -> tuple[int, ...] | None:
+    """Whose devices a mesh has; this process's own where it has none."""
+    if not isinstance(mesh, Mesh):
+        return None if alone() else (jax.process_index(),)
+    return tuple(sorted({d.process_index for d in mesh.devices.flat}))
+
+
+def _numbers(among: Sequence[int] | None) -> Sequence[int]:
+    return range(jax.process_count()) if among is None else among
 
 
 def code_of(folder: Path) -> dict[str, str]:
     """A checksum of every Python file in a folder, by its path there."""
     files = sorted(folder.rglob("*.py"))
-    digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    return {file.relative_to(folder).as_posix(): digest(file) for file in files}
+    return {
+        file.relative_to(folder).as_posix(): digest(file.read_text()) for file in files
+    }
 
 
 def _versions() -> dict[str, str]:

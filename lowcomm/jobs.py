@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
-from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
 from .agreement import PROCESSES
@@ -22,7 +21,12 @@ from .rollcall import parts, roll_call
 
 COORDINATOR, PROCESS = "LOWCOMM_COORDINATOR", "LOWCOMM_PROCESS"
 DEADLINE = "LOWCOMM_DEADLINE"
-BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+BIND, ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_ADDRESS"
+# Where it is set there are others whom JAX would find, and how many they are.
+_CLUSTERS = {
+    "SLURM_STEP_NODELIST": "SLURM_NTASKS",
+    "OMPI_MCA_orte_hnp_uri": "OMPI_COMM_WORLD_SIZE",
+}
 
 
 class Job(NamedTuple):
@@ -48,7 +52,8 @@ def join(
     0. Where they are not given they are taken from the environment,
     ``LOWCOMM_COORDINATOR``, ``LOWCOMM_PROCESSES`` and ``LOWCOMM_PROCESS``, and where it
     has none, JAX looks for a job itself: of SLURM, Open MPI, Kubernetes with JobSets,
-    GKE and TPU pods. Without any job nothing happens, and 1 is returned.
+    GKE and TPU pods. Without any job, or where this is all of it, nothing happens, and
+    1 is returned.
 
     All must come within ``deadline`` seconds (``LOWCOMM_DEADLINE``, else 300). They
     call the roll first (``lowcomm.rollcall``), so that who is missing is named. Process
@@ -73,15 +78,14 @@ def join(
         return _count()
     if deadline is None:
         deadline = _deadline()
-    job = _told(coordinator, processes, process) or _found(deadline)
+    check_deadline(deadline)
+    job = _told(coordinator, processes, process)
+    if _has_started():
+        _refuse_others(1 if job is None else job.processes)
+        return 1
+    job = job or _found(deadline)
     if job is None or job.processes == 1:
         return 1
-    if _has_started():
-        raise RuntimeError(
-            f"this process is one of {job.processes} and JAX has started without the "
-            "others, whom it can join no more: call join() before anything else that "
-            "uses JAX, such as jax.devices()."
-        )
     roll_call(
         job.coordinator,
         process=job.process,
@@ -150,6 +154,12 @@ def _deadline() -> float:
         ) from None
 
 
+def check_deadline(seconds: float) -> None:
+    """Raise unless one can wait so long, and does."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a deadline of {seconds} seconds: give a number above 0.")
+
+
 def _told(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> Job | None:
@@ -172,21 +182,61 @@ def _told(
 def _found(deadline: float) -> Job | None:
     """The job in which JAX finds this process to be, if it finds one."""
     # What jax.distributed.initialize() asks first; it has no public name.
+    from jax._src.clusters import ClusterEnv
+
+    own = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     coordinator, processes, process, devices = (
         ClusterEnv.auto_detect_unset_distributed_params(
-            coordinator_address=None,
+            coordinator_address=os.environ.get(ADDRESS),
             num_processes=None,
             process_id=None,
-            local_device_ids=None,
+            local_device_ids=list(map(int, own.split(","))) if own else None,
             cluster_detection_method=None,
             initialization_timeout=math.ceil(deadline),
         )
     )
     if coordinator is None or processes is None or process is None:
+        others = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")  # known to JAX up to 4
+        if others != "1" or ADDRESS in os.environ:
+            raise ValueError(
+                "this process has others, as "
+                + (ADDRESS if ADDRESS in os.environ else "OMPI_COMM_WORLD_SIZE")
+                + f" says, and JAX finds no job of theirs: set {COORDINATOR}, "
+                f"{PROCESSES} and {PROCESS}."
+            )
         return None
-    _, port = parts(coordinator)
-    bind = os.environ.get(BIND) or f"[::]:{port}"  # as JAX has it
+    host, port = _parts_of(coordinator, "the job's first host and JAX_COORDINATOR_PORT")
+    bind = os.environ.get(BIND)
+    if bind is None:
+        bind = f"[::]:{port}"  # as JAX has it
+    else:
+        _parts_of(bind, BIND)
+    coordinator = f"[{host}]:{port}" if ":" in host else coordinator
     return Job(coordinator, processes, process, bind, devices)
+
+
+def _parts_of(address: str, source: str) -> tuple[str, int]:
+    try:
+        return parts(address)
+    except ValueError:
+        raise ValueError(
+            f"{source} should make an address, host:port, and make {address!r}."
+        ) from None
+
+
+def _refuse_others(told: int) -> None:
+    """Raise where there are others, whom JAX has started without."""
+    several = f"of {told}" if told > 1 else ""
+    for mark, variable in _CLUSTERS.items():
+        count = os.environ.get(variable, "1")
+        if mark in os.environ and count != "1":
+            several = several or f"of several ({variable}={count})"
+    if several:
+        raise RuntimeError(
+            f"this process is one {several} and JAX has started without the others, "
+            "whom it can join no more: call join() before anything else that uses JAX, "
+            "such as jax.devices()."
+        )
 
 
 def _refuse_halves(coordinator: str | None, numbers: dict[str, int | None]) -> None:

@@ -219,7 +219,8 @@ def _door(bind: str) -> Iterator[socket.socket]:
         raise RollCallError(
             f"process 0 cannot listen at {bind} ({_reason(problem)}): the address of "
             "the coordinator must be one of the machine that process 0 runs on, with a "
-            "port that is free. Where that machine knows itself by another one, set "
+            "port that is free (in a job that JAX finds, JAX_COORDINATOR_PORT). Where "
+            "that machine knows itself by another one, set "
             "JAX_COORDINATOR_BIND_ADDRESS to it there."
         ) from None
     with door:

@@ -180,7 +180,7 @@ class _Walk(NamedTuple):
     def equation(self, eqn, values: _Values, sizes, guard, count) -> None:
         name = eqn.primitive.name
         kind = _collective(eqn)
-        programs = list(_programs(eqn.params))
+        programs = list(programs_in(eqn.params))
         if kind is not None:
             repeats = values.equation(eqn, pure=True)
             wave = values.wave(eqn.invars)
@@ -281,7 +281,7 @@ def _collective(eqn: core.JaxprEqn) -> str | None:
         not _axes(eqn)
         or name in SILENT
         or name.endswith("_done")
-        or list(_programs(eqn.params))
+        or list(programs_in(eqn.params))
     ):
         return None
     # The same act under another typing rule, or its start: unreduced_psum,
@@ -297,13 +297,13 @@ def _collective(eqn: core.JaxprEqn) -> str | None:
     return COLLECTIVES[plain]
 
 
-def _programs(params: Any) -> Iterator[Any]:
+def programs_in(params: Any) -> Iterator[Any]:
     """The jaxprs anywhere in an equation's parameters."""
     if isinstance(params, core.Jaxpr | core.ClosedJaxpr):
         yield params
     elif isinstance(params, Mapping):
         for value in params.values():
-            yield from _programs(value)
+            yield from programs_in(value)
     elif isinstance(params, tuple | list):
         for value in params:
-            yield from _programs(value)
+            yield from programs_in(value)

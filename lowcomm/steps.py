@@ -18,12 +18,13 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .agreement import alone, check_program
+from .agreement import alone, processes_of, together
 from .leaves import PyTree, is_inexact, precise
 from .ledger import Traffic, traffic
 from .meter import meter
 from .processes import at_hand
 from .readout import apply_updates
+from .sameness import check_program
 from .spmd import AXIS, Axis, check_axes, names, vary
 from .uniform import Question, known
 from .workers import spread
@@ -231,11 +232,18 @@ class _Compiled:
     """A step's program, with what it was told about its step when it was traced."""
 
     def __init__(
-        self, step: Callable, host: int | None, workers: Any, axis: Axis, **how: Any
+        self,
+        step: Callable,
+        host: int | None,
+        workers: Any,
+        axis: Axis,
+        *,
+        mesh: Any,
+        backend: str | None,
     ):
         self.asked: list[Question] = []
         self.sends: dict[Any, Traffic] = {}  # for arrays of these shapes
-        self.workers, self.axis = workers, axis
+        self.workers, self.axis, self.mesh = workers, axis, mesh
         self.grouped = isinstance(workers, Mesh)
 
         def worker(params, state, batch, now):
@@ -245,7 +253,8 @@ class _Compiled:
                 return step(params, state, batch, now)
 
         self.worker = worker
-        self.spread = spread(meter(worker), axis=axis, in_axes=(0, 0, 0, None), **how)
+        how: Any = {"mesh": mesh, "backend": backend, "in_axes": (0, 0, 0, None)}
+        self.spread = spread(meter(worker), axis=axis, **how)
         self.call: Any = None
 
     def serves(self, t: int) -> bool:
@@ -265,10 +274,12 @@ class _Compiled:
         leaves, structure = jax.tree.flatten(stacked[:-1])
         kinds = structure, tuple((jnp.shape(x), jax.typeof(x).dtype) for x in leaves)
         fresh = kinds not in self.sends
-        if fresh and not alone():
+        if fresh and not alone(among := processes_of(self.mesh)):
+            with together(among):
+                program = self.call.trace(*stacked).jaxpr
             params, state, batch, now = stacked
             arrays = {"params": params, "state": state, "batch": batch}
-            check_program(self.call.trace(*stacked).jaxpr, int(now), arrays)
+            check_program(program, step=int(now), arrays=arrays, mesh=self.mesh)
         out = self.call(*stacked)
         if fresh:
             one = [jax.ShapeDtypeStruct(shape[1:], dtype) for shape, dtype in kinds[1]]

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from .agreement import alike
 from .leaves import PyTree
 from .ledger import Traffic
 from .processes import at_hand, workers_at_hand
+from .sameness import check_start
 from .shards import init
 from .spmd import AXIS, Axis, stack
 from .steps import Loss, check_stacked, counted_step
@@ -98,8 +98,8 @@ def fit(
     """
     if steps < 0 or workers < 1:
         raise ValueError(f"steps={steps} and workers={workers}: give 0 and 1 or more.")
-    if isinstance(mesh, Mesh):
-        alike({"steps": steps, "start": start, "workers": workers})
+    about = {"steps": steps, "start": start, "workers": workers}
+    check_start(params if state is None else (), about, mesh)
     if state is not None:  # the caller's arrays are not ours to donate
         check_stacked("with state=, params", params, workers)
         params, state = jax.tree.map(jnp.copy, (params, state))

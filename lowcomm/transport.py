@@ -153,7 +153,7 @@ def _along(x: jax.Array, name: str) -> jax.Array:
     a first axis XLA turns their gather between slices of TPUs into a sum, for which
     every worker sends K payloads, zeros but for its own.
     """
-    if x.size % _TILE == 0:
+    if x.size % _TILE == 0 and not leaves_are_divided():
         return lax.all_gather(x, name)
     return jnp.moveaxis(lax.all_gather(x, name, axis=x.ndim), -1, 0)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -58,34 +59,67 @@ def in_two_parts(name: str, mesh, folder: Path):
 
 def refused_runs(mesh, me: int) -> dict[str, str]:
     """What is said where process 0 trains otherwise than the others."""
-    half = optax.sgd(RATE / 2)
 
-    def train(period=PERIOD, steps=2 * PERIOD, inner=SGD, size=16):
+    def train(
+        period=PERIOD,
+        steps=2 * PERIOD,
+        rate=RATE,
+        size=16,
+        at=mesh,
+        start=0.0,
+        note=None,
+    ):
         task = least_squares(workers=K, batch_size=size)
-        mine = lc.workers_at_hand(mesh)
+        mine = lc.workers_at_hand(at)
+
+        def loss(params, batch):
+            if note:
+                jax.debug.callback(lambda x: None, note)
+                jax.debug.print(note + " {}", params["x"][0, 0], ordered=False)
+            return task.loss(params, batch)
+
         lc.fit(
-            task.loss,
-            lc.local_sgd(inner, period=period),
-            task.init(jax.random.key(0)),
-            lambda t: lc.feed(task.batches(t, mine), mesh),
+            loss,
+            lc.local_sgd(optax.sgd(rate), period=period),
+            {"x": start + task.init(jax.random.key(0))["x"]},
+            lambda t: lc.feed(task.batches(t, mine), at),
             steps=steps,
             workers=K,
-            mesh=mesh,
+            mesh=at,
         )
 
-    said = {}
+    turned = np.roll(mesh.devices, 1)
     others = {
         "steps": {"steps": PERIOD},
         "period": {"period": PERIOD + 1},
-        "rate": {"inner": half},
+        "rate": {"rate": RATE / 2},
+        "array": {"rate": jnp.float32(RATE)},
         "batch": {"size": 8},
+        "devices": {"at": jax.sharding.Mesh(turned, mesh.axis_names)},
+        "start": {"start": 1.0},
+        "note": {"note": "of another"},
     }
+    first = {"array": {"rate": jnp.float32(2 * RATE)}, "note": {"note": "of the first"}}
+    said = {}
     for name, how in others.items():
         try:
-            train(**({} if me == 0 else how))
+            train(**(how if me else first.get(name, {})))
+            said[name] = "nothing"
         except Disagreement as problem:
             said[name] = str(problem)
     return said
+
+
+def by_itself(me: int) -> float:
+    """A run of this process alone, which is no matter of the others."""
+    here = jax.sharding.Mesh(np.array(jax.local_devices()[:2]), (lc.AXIS,))
+    task = least_squares(workers=2, batch_size=16)
+    run = None
+    for mesh in (None, here):
+        tx = lc.local_sgd(optax.sgd(RATE), period=2 + me)
+        how = {"steps": 4 + me, "workers": 2, "mesh": mesh}
+        run = lc.fit(task.loss, tx, task.init(jax.random.key(me)), task.batches, **how)
+    return float(run.losses.mean())
 
 
 def consensus(run, mesh):
@@ -114,6 +148,7 @@ def main(folder: Path, failing: int) -> None:
         "refused": refused,
         "others": gathered(f"I am {me}"),
         "unlike": refused_runs(mesh, me),
+        "by itself": by_itself(me),
     }
     try:
         lc.unstack(run.params, worker=(found["workers"][0] - 1) % K)

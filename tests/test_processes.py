@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import process_program as program
 import pytest
+from jobs_of_clusters import free_port
 
 import lowcomm as lc
 from experiments import data, language, tasks
@@ -34,12 +33,6 @@ def launched(folder):
     """Four, of which the last fails when all is written."""
     command = [sys.executable, program.__file__, str(folder), "3"]
     return [launch(command, 4)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def in_a_job_of_slurm(folder):
@@ -62,18 +55,6 @@ def in_a_job_of_slurm(folder):
             stack.callback(processes[n].wait)
             stack.callback(processes[n].kill)
         return [process.wait(PATIENCE) for process in processes]
-
-
-def of_open_mpi(port: int, process: int, processes: int) -> dict[str, str]:
-    """What ``mpirun`` would tell a process."""
-    return {
-        "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:34911",
-        "OMPI_COMM_WORLD_SIZE": str(processes),
-        "OMPI_COMM_WORLD_RANK": str(process),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
-        "JAX_COORDINATOR_PORT": str(port),
-        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
-    }
 
 
 @pytest.fixture(scope="module", params=[in_a_job_of_slurm, launched])
@@ -160,9 +141,20 @@ def test_processes_that_train_otherwise_are_told_before_the_step_at_which_they_w
         assert f"process {last}: steps is 4 and 8 on process 0" in said["steps"]
         # The first to sync meets the others when these do.
         assert "step is 4 and 3 on process 0" in said["period"]
-        assert "program is" in said["rate"]
-        assert "batch" in said["batch"]
+        assert "other programs at step 0: where process 0 has `" in said["rate"]
+        assert "-0.0199" in said["rate"]
+        assert "-0.0099" in said["rate"]
+        assert "where process 0 has `constant -0.0399" in said["array"]
         assert 'is "float32[8,8,' in said["batch"]
+        assert "devices of the mesh is" in said["devices"]
+        assert "params['x'] is" in said["start"]
+        assert said["note"] == "nothing"
+
+
+def test_what_a_process_does_by_itself_is_no_matter_of_the_others(group):
+    losses = [told["by itself"] for told in group[1]]
+    assert np.isfinite(losses).all()
+    assert len(set(losses)) == len(losses)
 
 
 class Watched:
@@ -224,70 +216,11 @@ def test_what_is_fed_on_a_mesh_of_groups_comes_back_whole():
     np.testing.assert_array_equal(lc.unstack(lc.feed(x, mesh), 1), x[1])
 
 
-def test_what_join_is_told_wrongly_is_named(monkeypatch):
-    with pytest.raises(ValueError, match="write host:port"):
-        lc.join("10.0.0.1", 2, 0)
-    with pytest.raises(ValueError, match="LOWCOMM_PROCESSES is not set"):
-        lc.join("10.0.0.1:1234")
-    with pytest.raises(ValueError, match="process=2 of 2: they are numbered from 0"):
-        lc.join("10.0.0.1:1234", 2, 2)
-    monkeypatch.setenv("LOWCOMM_PROCESS", "one")
-    with pytest.raises(ValueError, match="LOWCOMM_PROCESS must be a number, not 'one'"):
-        lc.join("10.0.0.1:1234", 2)
-    assert lc.join("10.0.0.1:1234", 1, 0) == 1  # nobody to wait for
-
-
-@pytest.mark.parametrize("variable", ["LOWCOMM_PROCESSES", "LOWCOMM_PROCESS"])
-def test_a_number_without_an_address_is_refused(variable, monkeypatch):
-    # Each of them would train alone, as if there were no others.
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(ValueError, match=f"{variable} is given and LOWCOMM_COORD"):
-        lc.join()
-    monkeypatch.delenv(variable)
-    told: dict[str, Any] = {variable.removeprefix("LOWCOMM_").lower(): 1}
-    with pytest.raises(ValueError, match=f"{variable} is given and LOWCOMM_COORD"):
-        lc.join(**told)
-
-
 def test_a_worker_that_there_is_not_is_refused():
     np.testing.assert_array_equal(lc.unstack(np.arange(4), -1), 3)
     for x in (np.arange(4), jnp.arange(4)):
         with pytest.raises(ValueError, match="there is no worker 4 of 4"):
             lc.unstack(x, 4)
-
-
-def test_joining_too_late_is_an_error_wherever_there_are_others(monkeypatch):
-    jnp.zeros(1).block_until_ready()
-    assert lc.join() == 1
-    with pytest.raises(RuntimeError, match="one of 2 and JAX has started without"):
-        lc.join("10.0.0.1:1234", 2, 0)
-    for name, value in of_open_mpi(port=1234, process=0, processes=4).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match="one of 4 and JAX has started without"):
-        lc.join()
-
-
-def test_who_does_not_come_to_a_job_that_was_found_is_named():
-    told = {"JAX_PLATFORMS": "cpu", "LOWCOMM_DEADLINE": "4"}
-    with contextlib.ExitStack() as stack:
-        processes = []
-        port = free_port()
-        for n in (0, 2):
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", "import lowcomm as lc; lc.join()"],
-                    env=os.environ | told | of_open_mpi(port, n, processes=4),
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            stack.callback(processes[-1].wait)
-            stack.callback(processes[-1].kill)
-        for process in processes:
-            said = process.communicate(timeout=PATIENCE)[1]
-            assert process.returncode == 1
-            missing = "RollCallError: processes 1, 3 of 4 did not come within 4 seconds"
-            assert missing in said
 
 
 def test_alone_everybody_agrees_and_errors_stay_what_they_are():
@@ -296,18 +229,6 @@ def test_alone_everybody_agrees_and_errors_stay_what_they_are():
         raise KeyError("mine")
     assert issubclass(Disagreement, RuntimeError)
     assert Path(program.__file__).exists()
-
-
-def test_who_was_started_with_others_and_joined_nobody_is_told(monkeypatch):
-    monkeypatch.setenv("LOWCOMM_PROCESSES", "2")
-    mesh = lc.worker_mesh(8)
-    for alone in (
-        lambda: lc.workers_at_hand(mesh),
-        lambda: lc.feed(np.zeros(8), mesh),
-        lambda: lc.check_alike({}),
-    ):
-        with pytest.raises(RuntimeError, match="has joined nobody"):
-            alone()
 
 
 def test_a_process_by_itself_is_never_preempted():

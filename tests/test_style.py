@@ -52,6 +52,7 @@ FLOORS = [
         "rotations",
         "peeling",
         "matrices",
+        "sameness",
         "entropy",
         "grids",
         "handover",

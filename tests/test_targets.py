@@ -205,6 +205,7 @@ def step_of(**changed):
         "expected": 100,
         "slack": 0,
         "turned": 0,
+        "numbers": 8,
         "staged": False,
         "crossed": 100,
         "between": {"all_reduce float32": 100},

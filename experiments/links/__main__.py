@@ -45,7 +45,8 @@ class Settings:
     size: str = "0.5m"
     """Of the language model: 0.5m or 3m parameters."""
     seconds: float = 3.0
-    """At least so long are the rounds of a method at a rate, and at least three."""
+    """At least so long are the rounds of a method at a rate, and at least five; rounds
+    on links that are not shaped are as many."""
     out: Path = tables.FOLDER
     """Folder for the tables, of which those of the same name are replaced."""
 
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.processes < 2:
             raise ValueError("--processes must be 2 or more: one host talks to nobody")
         rates = [parse_bandwidth(text) for text in settings.rate]
+        if not rates or not settings.methods:
+            raise ValueError("give a --rate and one of the --methods at least")
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

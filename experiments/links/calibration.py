@@ -1,6 +1,7 @@
 """A link's two numbers for each collective, and the seconds of a round they predict.
 
-Only raw transfers and collectives of their own are timed for it, no method:
+Timed for it are raw transfers, collectives of their own, and rounds on links that are
+not shaped:
 
     α, β of a collective    from a probe of a few bytes and one of many
     seconds of a round   =  computing  +  Σ over its collectives (bytes; α, β)
