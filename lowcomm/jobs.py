@@ -78,7 +78,7 @@ def join(
         return _count()
     if deadline is None:
         deadline = _deadline()
-    check_deadline(deadline)
+    _check_deadline(deadline)
     job = _told(coordinator, processes, process)
     if _has_started():
         _refuse_others(1 if job is None else job.processes)
@@ -154,7 +154,7 @@ def _deadline() -> float:
         ) from None
 
 
-def check_deadline(seconds: float) -> None:
+def _check_deadline(seconds: float) -> None:
     """Raise unless one can wait so long, and does."""
     if not 0 < seconds < math.inf:
         raise ValueError(f"a deadline of {seconds} seconds: give a number above 0.")
@@ -196,7 +196,8 @@ def _found(deadline: float) -> Job | None:
         )
     )
     if coordinator is None or processes is None or process is None:
-        others = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")  # known to JAX up to 4
+        # JAX knows jobs of Open MPI by where the launcher is, if that is told.
+        others = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
         if others != "1" or ADDRESS in os.environ:
             raise ValueError(
                 "this process has others, as "
