@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import records
 from .chips import Target
-from .reports import Report, Step
+from .reports import TILE, Report, Step
 
 HEAD = (
     "method",
@@ -54,7 +54,7 @@ def _cells(found: Report) -> tuple[str, ...]:
         f"`{found.name}`",
         workers,
         _kb(most.formula),
-        _kb(most.crossed) + _remark(most),
+        _kb(most.crossed) + _remark(found, most),
         ("silent" if least.silent else _kb(least.sent)) if several else "",
         _kb(sum(least.inside.values())),
         f"{max(s.memory for s in found.steps) / 2**20:.1f}",
@@ -62,8 +62,8 @@ def _cells(found: Report) -> tuple[str, ...]:
     )
 
 
-def _remark(step: Step) -> str:
-    return " ¹" if step.turned else ""
+def _remark(found: Report, step: Step) -> str:
+    return (" ¹" if step.turned else "") + ("" if found.agrees else " ²")
 
 
 def _kb(size: int) -> str:
@@ -130,6 +130,11 @@ def _notes(reports: Sequence[Report]) -> str:
         notes.append(
             "¹ Gathers of single numbers between slices are compiled to a sum of as "
             "many as there are workers."
+        )
+    if not all(found.agrees for found in reports if found.steps):
+        notes.append(
+            "² Formula, jaxpr and compiled program do not say the same, also not up to "
+            f"{TILE['tpu'] // 1024} KiB a leaf for whole tiles."
         )
     return "\n" + "\n\n".join(notes) + "\n"
 
