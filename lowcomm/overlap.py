@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from .exchange import Exchange, mean
 from .leaves import (
@@ -140,11 +141,16 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
             )
         check_same_leaves("overlapped", state.correction, updates)
         out = map_exchanged(add, updates, state.correction)
+        # Local steps wait for ``out``. Of one computation that begins with it XLA would
+        # make one with what is heard, and they would wait for that as well.
+        left = lax.optimization_barrier(out)
         heard, inner = exchange.update(
-            out, state.overlapped, params, about=about, **extra
+            left, state.overlapped, params, about=about, **extra
         )
         correction = jax.tree.map(
-            lambda new, old: subtract(new, old) if takes_part(new) else None, heard, out
+            lambda new, old: subtract(new, old) if takes_part(new) else None,
+            heard,
+            left,
         )
         return out, OverlappedState(correction, inner)
 
