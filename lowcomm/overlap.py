@@ -141,9 +141,7 @@ def overlapped(exchange: optax.GradientTransformationExtraArgs) -> Exchange:
             )
         check_same_leaves("overlapped", state.correction, updates)
         out = map_exchanged(add, updates, state.correction)
-        # Local steps wait for ``out``. Of one computation that begins with it XLA would
-        # make one with what is heard, and they would wait for that as well.
-        left = lax.optimization_barrier(out)
+        left = _apart(out)
         heard, inner = exchange.update(
             left, state.overlapped, params, about=about, **extra
         )
@@ -228,8 +226,9 @@ def stale_anchor(
             return there.astype(x.dtype)
 
         out = map_exchanged(toward, updates, state.launched)
+        left, last, before = _apart((out, state.launched, state.before))
         launched, inner = exchange.update(
-            map_exchanged(precise, out),
+            map_exchanged(precise, left),
             state.stale_anchor,
             params,
             about=about,
@@ -242,10 +241,19 @@ def stale_anchor(
             launched = map_leaves(
                 lambda new, z, before: new + momentum * (z - before),
                 launched,
-                state.launched,
-                state.before,
+                last,
+                before,
             )
         before = state.launched if momentum else ()
         return out, StaleAnchorState(launched, before, inner)
 
     return Exchange(init, update)
+
+
+def _apart(tree: PyTree) -> PyTree:
+    """``tree``, for what is computed of it with what is heard.
+
+    Local steps wait for what else it is needed for. XLA on GPUs makes one computation
+    of several that begin with the same arrays, and they would wait for what is heard.
+    """
+    return lax.optimization_barrier(tree)

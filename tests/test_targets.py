@@ -264,6 +264,9 @@ def test_a_round_hides_what_its_loop_does_not_need():
     waited = reports.Transfer("send.1", row(100), (), 0)
     found = reports.Report("x", (2,), 4, (step_of(),), (hidden, waited))
     assert found.hidden == (300, 400)
+    assert not found.hides
+    assert found._replace(overlap=(hidden,)).hides
+    assert not found._replace(overlap=()).hides
 
 
 def test_results_are_written_as_json_and_as_a_table(tmp_path, compiled):

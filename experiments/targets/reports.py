@@ -118,6 +118,12 @@ class Report(NamedTuple):
         rows = [(t.row.bytes, bool(t.loops)) for t in self.overlap]
         return sum(n for n, hides in rows if hides), sum(n for n, _ in rows)
 
+    @property
+    def hides(self) -> bool:
+        """Whether a round sends something between slices, and hides all of it."""
+        hidden, sent = self.hidden
+        return hidden == sent > 0
+
 
 def report(
     name: str,
