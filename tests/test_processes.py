@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,10 +142,12 @@ def test_processes_that_train_otherwise_are_told_before_the_step_at_which_they_w
         assert f"process {last}: steps is 4 and 8 on process 0" in said["steps"]
         # The first to sync meets the others when these do.
         assert "step is 4 and 3 on process 0" in said["period"]
-        assert "other programs at step 0: where process 0 has `" in said["rate"]
-        assert "-0.0199" in said["rate"]
-        assert "-0.0099" in said["rate"]
-        assert "where process 0 has `constant -0.0399" in said["array"]
+        # The first number that differs, in as many digits as JAX keeps of it.
+        apart = r"at step 0: where process 0 has `.*-{}.*`, process 1 has `.*-{}"
+        other = apart.format(r"0\.0(2|199)", r"0\.0(1|099)")
+        assert re.search(other, said["rate"])
+        other = apart.format(r"0\.0(4|399)", r"0\.0(2|199)")
+        assert re.search(other, said["array"])
         assert 'is "float32[8,8,' in said["batch"]
         assert "devices of the mesh is" in said["devices"]
         assert "params['x'] is" in said["start"]
