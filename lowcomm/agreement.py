@@ -60,9 +60,8 @@ def alike(about: Mapping[str, Any], among: Sequence[int] | None = None) -> None:
     text = json.dumps(_flat(about), sort_keys=True)
     if len(set(gathered(digest(text), among))) == 1:
         return
-    told = dict(
-        zip(_numbers(among), map(json.loads, gathered(text, among)), strict=True)
-    )
+    entries = map(json.loads, gathered(text, among))
+    told = dict(zip(_numbers(among), entries, strict=True))
     first, *others = told
     said = lambda entries, key: json.dumps(entries[key]) if key in entries else "absent"
     differ = [
@@ -80,9 +79,10 @@ def alike(about: Mapping[str, Any], among: Sequence[int] | None = None) -> None:
     )
 
 
-def digest(text: str) -> str:
-    """A checksum of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(content: str | bytes) -> str:
+    """A checksum of a text or a file."""
+    content = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def code_of(folder: Path) -> dict[str, str]:
     """A checksum of every Python file in a folder, by its path there."""
     files = sorted(folder.rglob("*.py"))
     return {
-        file.relative_to(folder).as_posix(): digest(file.read_text()) for file in files
+        file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files
     }
 
 
